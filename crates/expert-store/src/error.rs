@@ -1,0 +1,111 @@
+//! What can go wrong with checkpoints and stores, sorted by whose fault it is.
+
+use std::io;
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+use crate::Key;
+
+/// An error of this crate.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// The operating system refused.
+    #[error("{action} {path}: {source}", path = path.display())]
+    Io {
+        /// E.g. `reading`.
+        action: &'static str,
+        /// The file or directory.
+        path: PathBuf,
+        /// The system's words.
+        #[source]
+        source: io::Error,
+    },
+    /// A checkpoint that is not one, is damaged or is of a kind that is not supported.
+    #[error("{path}: {why}", path = path.display())]
+    Checkpoint {
+        /// The file or directory.
+        path: PathBuf,
+        /// What is wrong, the values, the limit and what to do.
+        why: String,
+    },
+    /// The checkpoint is sound but holds no routed experts.
+    #[error("{path}: no routed experts found: {why}", path = path.display())]
+    NoExperts {
+        /// The checkpoint.
+        path: PathBuf,
+        /// What was there instead.
+        why: String,
+    },
+    /// A store whose manifest, catalogue or files do not fit together.
+    #[error("store {path}: {why}", path = path.display())]
+    Store {
+        /// The store's directory, or one of its files.
+        path: PathBuf,
+        /// What is wrong and what to do.
+        why: String,
+    },
+    /// A source file is not the one that was indexed.
+    #[error("{path} changed since it was indexed ({why}); run `atlas-expert index` again", path = path.display())]
+    SourceChanged {
+        /// The file.
+        path: PathBuf,
+        /// Which of size and times differ.
+        why: String,
+    },
+    /// Bytes whose checksum does not fit the catalogue.
+    #[error("{key} chunk {chunk}: checksum {got:016x}, the catalogue says {want:016x}")]
+    Checksum {
+        /// The record.
+        key: Key,
+        /// Index of the 256 KiB chunk of its image.
+        chunk: u32,
+        /// Of the bytes read.
+        got: u64,
+        /// Of the catalogue.
+        want: u64,
+    },
+    /// The store holds no such record.
+    #[error("{key}: {why}")]
+    NoSuchRecord {
+        /// What was asked for.
+        key: Key,
+        /// What the store holds.
+        why: String,
+    },
+    /// A selection or an option that makes no sense for this input.
+    #[error("{0}")]
+    Usage(String),
+    /// The caller asked to stop (an interrupt).
+    #[error("interrupted; nothing was left behind")]
+    Interrupted,
+}
+
+impl StoreError {
+    pub(crate) fn io(
+        action: &'static str,
+        path: impl Into<PathBuf>,
+    ) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        move |source| Self::Io {
+            action,
+            path,
+            source,
+        }
+    }
+
+    pub(crate) fn checkpoint(path: impl Into<PathBuf>, why: impl Into<String>) -> Self {
+        Self::Checkpoint {
+            path: path.into(),
+            why: why.into(),
+        }
+    }
+
+    pub(crate) fn store(path: impl Into<PathBuf>, why: impl Into<String>) -> Self {
+        Self::Store {
+            path: path.into(),
+            why: why.into(),
+        }
+    }
+}
