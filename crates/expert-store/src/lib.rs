@@ -10,9 +10,12 @@
 #![forbid(unsafe_code)]
 
 pub mod catalogue;
+pub mod checkpoint;
 pub mod codec;
 pub mod dtype;
 pub mod error;
+pub mod info;
+pub mod stamp;
 
 pub use catalogue::{
     CHUNK_BYTES, Catalogue, Class, Container, IMAGE_ALIGN_BYTES, Layer, Leaf, LeafSource, Role,
