@@ -39,7 +39,9 @@ pub enum ArenaError {
         limit: usize,
     },
     /// Memory of the engine that cannot hold the slots.
-    #[error("foreign memory has {have_bytes} bytes, the slots need {need_bytes}; pass more memory or fewer slots")]
+    #[error(
+        "foreign memory has {have_bytes} bytes, the slots need {need_bytes}; pass more memory or fewer slots"
+    )]
     ForeignTooSmall {
         /// Bytes that were passed.
         have_bytes: usize,
@@ -47,7 +49,9 @@ pub enum ArenaError {
         need_bytes: usize,
     },
     /// Memory of the engine that starts at an odd place.
-    #[error("foreign memory starts at {addr:#x}, which is not a multiple of {align_bytes}; align the allocation")]
+    #[error(
+        "foreign memory starts at {addr:#x}, which is not a multiple of {align_bytes}; align the allocation"
+    )]
     ForeignMisaligned {
         /// Its address.
         addr: usize,
@@ -55,13 +59,17 @@ pub enum ArenaError {
         align_bytes: usize,
     },
     /// An option that only applies to memory that the arena maps itself.
-    #[error("{option} cannot be applied to foreign memory, whose owner mapped it; drop the option or the memory")]
+    #[error(
+        "{option} cannot be applied to foreign memory, whose owner mapped it; drop the option or the memory"
+    )]
     ForeignOption {
         /// The builder method.
         option: &'static str,
     },
     /// Two different device addresses for one arena.
-    #[error("device base {second:#x} contradicts {first:#x}, which was given before; give one of them")]
+    #[error(
+        "device base {second:#x} contradicts {first:#x}, which was given before; give one of them"
+    )]
     DeviceBaseConflict {
         /// The address that is in force.
         first: u64,
@@ -82,7 +90,9 @@ pub enum ArenaError {
     #[error("a record image of 0 bytes cannot land; check where its size was read")]
     EmptyImage,
     /// An image that the slot, or every slot, is too small for.
-    #[error("a record image of {image_bytes} bytes is above the limit of {limit_bytes} bytes per slot; build the arena with larger slots")]
+    #[error(
+        "a record image of {image_bytes} bytes is above the limit of {limit_bytes} bytes per slot; build the arena with larger slots"
+    )]
     TooLarge {
         /// Size of the image.
         image_bytes: usize,
@@ -98,7 +108,9 @@ pub enum ArenaError {
 
     // The cache moved on: wait or fetch again.
     /// The slot is in use.
-    #[error("{slot} is {state} with {readers} readers (leases and pending fences); release them, reap, or take another slot")]
+    #[error(
+        "{slot} is {state} with {readers} readers (leases and pending fences); release them, reap, or take another slot"
+    )]
     SlotBusy {
         /// The slot asked for.
         slot: SlotId,
@@ -119,7 +131,9 @@ pub enum ArenaError {
         slots: u64,
     },
     /// The slot no longer holds what the residency says.
-    #[error("the residency of {slot} is stale: it has {held}, the slot is {state} at {current}; fetch the record again")]
+    #[error(
+        "the residency of {slot} is stale: it has {held}, the slot is {state} at {current}; fetch the record again"
+    )]
     StaleResidency {
         /// The slot it names.
         slot: SlotId,
@@ -148,7 +162,9 @@ pub enum ArenaError {
         scope: String,
     },
     /// The available memory could not be learnt.
-    #[error("reading {path} to learn the available memory failed: {source}; mount it, or skip the check with a reserve of 0")]
+    #[error(
+        "reading {path} to learn the available memory failed: {source}; mount it, or skip the check with a reserve of 0"
+    )]
     MemoryUnknown {
         /// The file.
         path: String,
@@ -167,7 +183,9 @@ pub enum ArenaError {
         pools: String,
     },
     /// `mmap` failed.
-    #[error("mapping {bytes} bytes failed: {source}; use fewer slots, or raise 'ulimit -v' and vm.overcommit_memory")]
+    #[error(
+        "mapping {bytes} bytes failed: {source}; use fewer slots, or raise 'ulimit -v' and vm.overcommit_memory"
+    )]
     Map {
         /// Bytes asked for.
         bytes: usize,
@@ -175,7 +193,9 @@ pub enum ArenaError {
         source: io::Error,
     },
     /// The kernel could not supply the pages.
-    #[error("populating {bytes} bytes failed at byte {at}: {source}; use fewer slots, or check memory limits of the control group")]
+    #[error(
+        "populating {bytes} bytes failed at byte {at}: {source}; use fewer slots, or check memory limits of the control group"
+    )]
     Prefault {
         /// Bytes in all.
         bytes: usize,
@@ -234,13 +254,17 @@ impl ArenaError {
 #[non_exhaustive]
 pub enum CommitError {
     /// A range was dropped without being retired: some bytes were never vouched for.
-    #[error("{slot} cannot be committed: a range was dropped before its bytes were verified; abandon the landing and fetch again")]
+    #[error(
+        "{slot} cannot be committed: a range was dropped before its bytes were verified; abandon the landing and fetch again"
+    )]
     Tainted {
         /// The slot.
         slot: SlotId,
     },
     /// A range was leaked: a device may still write to the slot.
-    #[error("{slot} cannot be committed: {ranges} leaked ranges may still be written by a device; abandon the landing and use another slot")]
+    #[error(
+        "{slot} cannot be committed: {ranges} leaked ranges may still be written by a device; abandon the landing and use another slot"
+    )]
     Leaked {
         /// The slot.
         slot: SlotId,
@@ -256,7 +280,9 @@ pub enum CommitError {
         ranges: u64,
     },
     /// A part of the image was never split off.
-    #[error("{slot} cannot be committed: {remaining_bytes} of {image_bytes} bytes were never split off; land them first")]
+    #[error(
+        "{slot} cannot be committed: {remaining_bytes} of {image_bytes} bytes were never split off; land them first"
+    )]
     Partial {
         /// The slot.
         slot: SlotId,

@@ -1,1 +1,37 @@
-//! placeholder
+//! The client's side: brings expert records from a peer, or from files, into an arena, and proves
+//! that the bytes are the right ones.
+//!
+//! ```text
+//! RdmaTier, PosixTier ─► core: keys → orders ─► driver thread ─► engine (sans-IO) ─► rails
+//! ```
+//!
+//! Start with [`TierBuilder`] and [`ExpertTier`]. Those who add a way to move bytes start with
+//! [`rail::Rail`]; those who change when bytes move, with [`engine::Engine`].
+//!
+//! *Threads*: tiers are `Send + Sync`; calls block up to their deadline. One driver thread per
+//! tier owns engine and rails. *Cleanup*: dropping a tier cancels what is under way, gives every
+//! READ's memory back, and ends its threads within seconds.
+//!
+//! Not here: device ordering (`stream` other than 0), eviction, printing, exit codes.
+#![forbid(unsafe_code)]
+
+pub mod config;
+mod control;
+mod core;
+mod driver;
+pub mod engine;
+pub mod env;
+pub mod error;
+mod notify;
+pub mod rail;
+mod rails;
+mod record;
+pub mod stats;
+mod tier;
+mod view;
+
+pub use config::{Deadline, EngineConfig, OnFailure, Policy, Verify};
+pub use core::{BatchResult, Pending};
+pub use error::TierError;
+pub use record::Record;
+pub use tier::{ExpertTier, PosixTier, RdmaTier, TierBuilder, TierKind, largest_image_bytes};

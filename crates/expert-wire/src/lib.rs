@@ -10,10 +10,12 @@
 //! description for people who write another implementation.
 #![forbid(unsafe_code)]
 
+pub mod client;
 pub mod frame;
 pub mod key;
 pub mod limits;
 pub mod message;
+pub mod server;
 pub mod v1;
 
 pub use frame::{FrameHeader, FrameKind};

@@ -1,0 +1,104 @@
+//! What can be tuned, with the reason of each default.
+
+use std::time::Duration;
+
+/// How READs are spread over rails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Policy {
+    /// Home rail `expert % n`, idle rails take READs that are not yet posted.
+    #[default]
+    HomeSteal,
+    /// Home rail only, as long as it works.
+    ExpertMod,
+    /// Every rail takes from one queue, so that a single record uses all of them.
+    Split,
+}
+
+/// What the failure of one rail means for the requests that use it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OnFailure {
+    /// Other rails, or the same one once it works again, finish the work before the deadline.
+    #[default]
+    Failover,
+    /// The request fails at once; nothing of it is returned.
+    FailFast,
+}
+
+/// When chunk checksums are compared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Verify {
+    /// At each fetch.
+    #[default]
+    Always,
+    /// At the first fetch of each record of one content.
+    First,
+    /// Never.
+    Off,
+}
+
+/// Settings of the fetch engine.
+#[derive(Debug, Clone)]
+pub struct EngineConfig {
+    /// Spread over rails.
+    pub policy: Policy,
+    /// Meaning of a rail's failure.
+    pub on_failure: OnFailure,
+    /// Bytes in flight per lane (TCP stream or queue pair): posted READs cannot be recalled, so
+    /// little is posted at a time. 4 MiB is a millisecond at 4 GB/s, several round trips.
+    pub window_bytes: u64,
+    /// Bytes of one READ; rounded down to chunks of 256 KiB, at least one.
+    pub read_bytes: u64,
+    /// Bytes of all requests that are admitted and not done; more is refused with back-pressure.
+    pub inflight_max_bytes: u64,
+    /// Wait before the first attempt to bring a failed rail back; doubles up to `backoff_max`.
+    pub backoff_first: Duration,
+    /// Longest such wait.
+    pub backoff_max: Duration,
+    /// How often a READ is repeated after a checksum failure or a refusal that may pass.
+    pub retries: u32,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self {
+            policy: Policy::default(),
+            on_failure: OnFailure::default(),
+            window_bytes: 4 << 20,
+            read_bytes: 1 << 20,
+            inflight_max_bytes: 4 << 30,
+            backoff_first: Duration::from_millis(50),
+            backoff_max: Duration::from_secs(2),
+            retries: 1,
+        }
+    }
+}
+
+/// How long a request may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Deadline {
+    /// Fixed part.
+    pub base: Duration,
+    /// Slowest rate that is still acceptable, bytes per second: a batch of large experts gets
+    /// time in proportion. 0 leaves the fixed part alone.
+    pub floor_bytes_per_s: u64,
+}
+
+impl Deadline {
+    /// Time allowed for that many bytes.
+    pub fn for_bytes(&self, bytes: u64) -> Duration {
+        match self.floor_bytes_per_s {
+            0 => self.base,
+            rate => self.base + Duration::from_millis(bytes.saturating_mul(1000) / rate),
+        }
+    }
+}
+
+impl Default for Deadline {
+    fn default() -> Self {
+        // 10 MB/s is what a tenth of gigabit Ethernet carries: slower is not worth waiting for.
+        Self {
+            base: Duration::from_secs(2),
+            floor_bytes_per_s: 10_000_000,
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! The control connection: the catalogue, on demand, one question at a time.
+
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use expert_wire::client::{Outcome, Protocol};
+use expert_wire::frame::{self, FrameHeader, FrameKind};
+use expert_wire::limits;
+use expert_wire::message::{ErrorCode, ErrorFrame, Role, Welcome};
+
+use crate::error::TierError;
+use crate::rails::socket;
+
+/// Answers to other questions, notices and pings that may come before the answer.
+const STRAY_FRAMES_MAX: u32 = 64;
+
+/// See the module. Connects when first needed, and again when the connection broke.
+pub(crate) struct Control {
+    addr: String,
+    client_id: u64,
+    connect_timeout: Duration,
+    connection: Mutex<Option<Connection>>,
+}
+
+struct Connection {
+    stream: TcpStream,
+    welcome: Welcome,
+    next_id: u64,
+}
+
+impl Control {
+    pub(crate) fn new(addr: &str, client_id: u64, connect_timeout: Duration) -> Self {
+        Self {
+            addr: addr.to_owned(),
+            client_id,
+            connect_timeout,
+            connection: Mutex::new(None),
+        }
+    }
+
+    pub(crate) fn addr(&self) -> &str {
+        &self.addr
+    }
+
+    /// Who the peer is now; `Err(Ok(manifest))` where it speaks v1 only.
+    pub(crate) fn hello(&self, protocol: Protocol, limit: Instant) -> Result<Outcome, TierError> {
+        let limit = limit.min(Instant::now() + self.connect_timeout);
+        let (stream, outcome) =
+            socket::connect(&self.addr, self.client_id, Role::Control, protocol, limit)?;
+        if let Outcome::V2(welcome) = outcome {
+            *self.connection.lock().unwrap_or_else(PoisonError::into_inner) = Some(Connection {
+                stream,
+                welcome,
+                next_id: 1,
+            });
+        }
+        Ok(outcome)
+    }
+
+    /// Asks one question; returns the answer and who gave it.
+    pub(crate) fn ask(
+        &self,
+        kind: FrameKind,
+        payload: &[u8],
+        answer: FrameKind,
+        limit: Instant,
+    ) -> Result<(Vec<u8>, Welcome), TierError> {
+        let mut slot = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        // A connection that lay idle may have died with the peer: then one new one is made.
+        if let Some(connection) = slot.as_mut() {
+            match connection.ask(kind, payload, answer, limit) {
+                Ok(bytes) => return Ok((bytes, connection.welcome)),
+                Err(AskError::Refused(frame)) => return Err(self.refused(&frame)),
+                Err(AskError::Broken(why)) => {
+                    tracing::debug!(addr = %self.addr, "control connection broke: {why}");
+                    *slot = None;
+                }
+            }
+        }
+        let connect_limit = limit.min(Instant::now() + self.connect_timeout);
+        let (stream, outcome) = socket::connect(
+            &self.addr,
+            self.client_id,
+            Role::Control,
+            Protocol::V2,
+            connect_limit,
+        )?;
+        let Outcome::V2(welcome) = outcome else {
+            unreachable!("the handshake was told to insist on v2")
+        };
+        let mut connection = Connection {
+            stream,
+            welcome,
+            next_id: 1,
+        };
+        match connection.ask(kind, payload, answer, limit) {
+            Ok(bytes) => {
+                let welcome = connection.welcome;
+                *slot = Some(connection);
+                Ok((bytes, welcome))
+            }
+            Err(AskError::Refused(frame)) => {
+                *slot = Some(connection);
+                Err(self.refused(&frame))
+            }
+            Err(AskError::Broken(why)) => Err(TierError::Connect {
+                addr: self.addr.clone(),
+                why,
+            }),
+        }
+    }
+
+    fn refused(&self, frame: &ErrorFrame) -> TierError {
+        TierError::Catalogue {
+            addr: self.addr.clone(),
+            why: format!("{} ({:?})", frame.message, frame.code),
+        }
+    }
+}
+
+enum AskError {
+    Refused(ErrorFrame),
+    Broken(String),
+}
+
+impl Connection {
+    fn ask(
+        &mut self,
+        kind: FrameKind,
+        payload: &[u8],
+        answer: FrameKind,
+        limit: Instant,
+    ) -> Result<Vec<u8>, AskError> {
+        let id = self.next_id;
+        self.next_id += 1;
+        let mut out = Vec::new();
+        frame::push_frame(&mut out, kind, id, payload);
+        self.write(&out)?;
+        for _ in 0..STRAY_FRAMES_MAX {
+            let mut header = [0; frame::HEADER_BYTES];
+            self.read(&mut header, limit)?;
+            let header = FrameHeader::decode(&header, limits::FRAME_MAX_BYTES)
+                .map_err(|e| AskError::Broken(e.to_string()))?;
+            if header.kind == FrameKind::Data {
+                return Err(AskError::Broken("unexpected DATA frame".into()));
+            }
+            let bytes = self.read_payload(header.payload_bytes as usize, limit)?;
+            match header.kind {
+                kind if kind == answer && header.id == id => return Ok(bytes),
+                FrameKind::Error => {
+                    let frame = ErrorFrame::decode(&bytes)
+                        .map_err(|e| AskError::Broken(e.to_string()))?;
+                    let fatal = header.id != id
+                        || matches!(frame.code, ErrorCode::BadFrame | ErrorCode::ShuttingDown);
+                    return Err(match fatal {
+                        true => AskError::Broken(frame.message),
+                        false => AskError::Refused(frame),
+                    });
+                }
+                FrameKind::StoreChanged => {
+                    self.welcome = Welcome::decode(&bytes)
+                        .map_err(|e| AskError::Broken(e.to_string()))?;
+                }
+                FrameKind::Ping if bytes.len() <= 64 => {
+                    let mut pong = Vec::new();
+                    frame::push_frame(&mut pong, FrameKind::Pong, header.id, &bytes);
+                    self.write(&pong)?;
+                }
+                FrameKind::Pong => {}
+                FrameKind::Goodbye => return Err(AskError::Broken("the peer said goodbye".into())),
+                other => {
+                    return Err(AskError::Broken(format!("unexpected {other:?} frame")));
+                }
+            }
+        }
+        Err(AskError::Broken("the peer sends frames but no answer".into()))
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<(), AskError> {
+        self.stream
+            .write_all(bytes)
+            .map_err(|e| AskError::Broken(e.to_string()))
+    }
+
+    fn read_payload(&mut self, bytes: usize, limit: Instant) -> Result<Vec<u8>, AskError> {
+        // Grows with what arrives: an announcement alone reserves little.
+        let mut payload = Vec::new();
+        while payload.len() < bytes {
+            let at = payload.len();
+            payload.resize(bytes.min(at + (1 << 20)), 0);
+            self.read(&mut payload[at..], limit)?;
+        }
+        Ok(payload)
+    }
+
+    fn read(&mut self, buffer: &mut [u8], limit: Instant) -> Result<(), AskError> {
+        let mut at = 0;
+        while at < buffer.len() {
+            let left = limit.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(AskError::Broken("no answer in time".into()));
+            }
+            let read = self
+                .stream
+                .set_read_timeout(Some(left))
+                .and_then(|()| self.stream.read(&mut buffer[at..]));
+            match read {
+                Ok(0) => return Err(AskError::Broken("the peer closed the connection".into())),
+                Ok(n) => at += n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(AskError::Broken(e.to_string())),
+            }
+        }
+        Ok(())
+    }
+}

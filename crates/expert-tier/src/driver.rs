@@ -1,0 +1,434 @@
+//! The driver: one thread that owns the clock, the engine and the rails, and waits for all of them
+//! on one event descriptor.
+//!
+//! *Threads*: callers talk to it through [`Driver::submit`] and a [`Ticket`]; rails' helper threads
+//! through the notifier. *Cleanup*: dropping the driver fails what is open, drops the rails (which
+//! give their memory back), and joins the thread, in that order, with a deadline.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::mpsc;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::config::EngineConfig;
+use crate::engine::{Action, Engine, Finished, Handle, Order, Refused, until};
+use crate::notify::Notifier;
+use crate::rail::{ContentTag, Rail, RailEvent, RailId};
+use crate::stats::TierStats;
+
+/// How long dropping a driver may take before it leaves the thread behind.
+const SHUTDOWN_MAX: Duration = Duration::from_secs(5);
+
+enum Command {
+    Submit {
+        orders: Vec<Order>,
+        deadline: Instant,
+        ticket: Arc<Shared>,
+    },
+    Cancel(Arc<Shared>),
+    Shutdown,
+}
+
+/// What the ticket's holder waits for.
+pub(crate) enum Outcome {
+    Finished(Finished),
+    Refused(Refused),
+    ShutDown,
+}
+
+struct Shared {
+    outcome: Mutex<Option<Outcome>>,
+    done: Condvar,
+}
+
+impl Shared {
+    fn resolve(&self, outcome: Outcome) {
+        *lock(&self.outcome) = Some(outcome);
+        self.done.notify_all();
+    }
+}
+
+/// A request under way.
+pub(crate) struct Ticket {
+    shared: Arc<Shared>,
+    control: Arc<Control>,
+}
+
+impl Ticket {
+    /// Waits for the end. The engine ends every request by its deadline; `grace` beyond it guards
+    /// against a driver that does not run.
+    pub(crate) fn wait(&self, until_then: Instant, grace: Duration) -> Outcome {
+        let limit = until_then + grace;
+        let mut outcome = lock(&self.shared.outcome);
+        loop {
+            if let Some(outcome) = outcome.take() {
+                return outcome;
+            }
+            let now = Instant::now();
+            if now >= limit {
+                return Outcome::ShutDown;
+            }
+            outcome = self
+                .shared
+                .done
+                .wait_timeout(outcome, until(now, limit))
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    /// Whether the end has come.
+    pub(crate) fn is_done(&self) -> bool {
+        lock(&self.shared.outcome).is_some()
+    }
+
+    /// Gives the request up; [`Ticket::wait`] then returns soon.
+    pub(crate) fn cancel(&self) {
+        self.control.push(Command::Cancel(self.shared.clone()));
+    }
+}
+
+impl Drop for Ticket {
+    /// Nobody waits any more: the request is given up, its slots return when the rails are done.
+    fn drop(&mut self) {
+        if lock(&self.shared.outcome).is_none() {
+            self.cancel();
+        }
+    }
+}
+
+struct Control {
+    commands: Mutex<VecDeque<Command>>,
+    notifier: Arc<Notifier>,
+    snapshot: Mutex<Snapshot>,
+    changed: Condvar,
+}
+
+#[derive(Clone)]
+struct Snapshot {
+    stats: TierStats,
+    healthy: bool,
+    content: Option<ContentTag>,
+    rails: String,
+    stopped: bool,
+}
+
+impl Control {
+    fn push(&self, command: Command) {
+        lock(&self.commands).push_back(command);
+        self.notifier.notify();
+    }
+}
+
+/// See the module.
+pub(crate) struct Driver {
+    control: Arc<Control>,
+    thread: Option<JoinHandle<()>>,
+    /// Tells when the thread is done; in a lock only because receivers cannot be shared.
+    ended: Mutex<mpsc::Receiver<()>>,
+}
+
+impl Driver {
+    pub(crate) fn start(
+        name: &str,
+        config: EngineConfig,
+        rails: Vec<Box<dyn Rail>>,
+        notifier: Arc<Notifier>,
+    ) -> std::io::Result<Self> {
+        let engine = Engine::new(
+            config,
+            rails
+                .iter()
+                .map(|r| (r.name().to_owned(), r.kind(), r.capabilities())),
+            rand::random(),
+            Instant::now(),
+        );
+        let control = Arc::new(Control {
+            commands: Mutex::new(VecDeque::new()),
+            notifier,
+            snapshot: Mutex::new(Snapshot {
+                stats: engine.stats(),
+                healthy: false,
+                content: None,
+                rails: engine.describe_rails(),
+                stopped: false,
+            }),
+            changed: Condvar::new(),
+        });
+        let (end, ended) = mpsc::channel();
+        let thread = std::thread::Builder::new().name(format!("{name}-driver")).spawn({
+            let control = control.clone();
+            move || {
+                let mut run = Run {
+                    engine,
+                    rails,
+                    control,
+                    tickets: HashMap::new(),
+                    quiescing: Vec::new(),
+                    events: Vec::new(),
+                    published: 0,
+                };
+                run.run();
+                drop(run);
+                drop(end);
+            }
+        })?;
+        Ok(Self {
+            control,
+            thread: Some(thread),
+            ended: Mutex::new(ended),
+        })
+    }
+
+    /// Hands a request over; never blocks.
+    pub(crate) fn submit(&self, orders: Vec<Order>, deadline: Instant) -> Ticket {
+        let shared = Arc::new(Shared {
+            outcome: Mutex::new(None),
+            done: Condvar::new(),
+        });
+        self.control.push(Command::Submit {
+            orders,
+            deadline,
+            ticket: shared.clone(),
+        });
+        Ticket {
+            shared,
+            control: self.control.clone(),
+        }
+    }
+
+    /// Waits until a rail works; the state of the rails otherwise.
+    pub(crate) fn wait_healthy(&self, limit: Instant) -> Result<(), String> {
+        let mut snapshot = lock(&self.control.snapshot);
+        loop {
+            if snapshot.healthy {
+                return Ok(());
+            }
+            let now = Instant::now();
+            if now >= limit || snapshot.stopped {
+                return Err(snapshot.rails.clone());
+            }
+            snapshot = self
+                .control
+                .changed
+                .wait_timeout(snapshot, until(now, limit))
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    pub(crate) fn is_healthy(&self) -> bool {
+        lock(&self.control.snapshot).healthy
+    }
+
+    pub(crate) fn stats(&self) -> TierStats {
+        lock(&self.control.snapshot).stats.clone()
+    }
+
+    /// Content of the first rail that works, or that worked last.
+    pub(crate) fn content(&self) -> Option<ContentTag> {
+        lock(&self.control.snapshot).content
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.control.push(Command::Shutdown);
+        // A rail that cannot be stopped must not hold the process: then the thread stays behind
+        // with everything that it owns, memory included.
+        let ended = lock(&self.ended).recv_timeout(SHUTDOWN_MAX);
+        match ended {
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                tracing::error!("driver did not stop within {SHUTDOWN_MAX:?}; it is left behind");
+            }
+            _ => {
+                if let Some(thread) = self.thread.take() {
+                    if thread.join().is_err() {
+                        tracing::error!("driver thread panicked");
+                    }
+                }
+            }
+        }
+    }
+}
+
+struct Run {
+    engine: Engine,
+    /// Dropped before the tickets' memory: rails give it back.
+    rails: Vec<Box<dyn Rail>>,
+    control: Arc<Control>,
+    tickets: HashMap<Handle, Arc<Shared>>,
+    quiescing: Vec<RailId>,
+    events: Vec<RailEvent>,
+    /// Revision of the engine at the last publication.
+    published: u64,
+}
+
+impl Run {
+    fn run(&mut self) {
+        loop {
+            let now = Instant::now();
+            if self.take_commands(now) {
+                break;
+            }
+            let busy = self.turn(now);
+            if busy {
+                continue;
+            }
+            if self.engine.revision() != self.published {
+                self.publish();
+            }
+            // Announce the sleep, look once more, then sleep: nothing that arrives in between is
+            // slept over.
+            self.control.notifier.prepare();
+            let now = Instant::now();
+            if !lock(&self.control.commands).is_empty() || self.turn(now) {
+                self.control.notifier.cancel();
+                continue;
+            }
+            let timeout = self.engine.next_timeout().map(|t| until(Instant::now(), t));
+            // While a rail is being quiesced its end is polled: it may have no thread to notify.
+            let timeout = match self.quiescing.is_empty() {
+                true => timeout,
+                false => Some(timeout.unwrap_or(Duration::MAX).min(Duration::from_millis(5))),
+            };
+            self.control.notifier.wait(timeout);
+        }
+        self.stop();
+    }
+
+    /// Takes what callers want; true when it is the end.
+    fn take_commands(&mut self, now: Instant) -> bool {
+        loop {
+            let command = lock(&self.control.commands).pop_front();
+            match command {
+                None => return false,
+                Some(Command::Shutdown) => return true,
+                Some(Command::Submit {
+                    orders,
+                    deadline,
+                    ticket,
+                }) => match self.engine.submit(now, deadline, orders) {
+                    Ok(handle) => {
+                        self.tickets.insert(handle, ticket);
+                    }
+                    Err((orders, refused)) => {
+                        drop(orders); // gives the slots back
+                        ticket.resolve(Outcome::Refused(refused));
+                    }
+                },
+                Some(Command::Cancel(ticket)) => {
+                    let handle = self
+                        .tickets
+                        .iter()
+                        .find(|(_, t)| Arc::ptr_eq(t, &ticket))
+                        .map(|(h, _)| *h);
+                    if let Some(handle) = handle {
+                        self.engine.cancel(now, handle);
+                    }
+                }
+            }
+        }
+    }
+
+    /// One round of everything; true when something happened.
+    fn turn(&mut self, now: Instant) -> bool {
+        let mut busy = false;
+        for i in 0..self.rails.len() {
+            self.rails[i].poll(&mut self.events);
+            for event in self.events.drain(..) {
+                busy = true;
+                self.engine.handle(now, RailId(i), event);
+            }
+        }
+        self.quiescing.retain(|&rail| {
+            let quiesced = self.rails[rail.0].is_quiesced();
+            if quiesced {
+                busy = true;
+                self.engine.handle_quiesced(now, rail);
+            }
+            !quiesced
+        });
+        let rails = &self.rails;
+        self.engine.handle_time(now, |rail| rails[rail.0].progress_bytes());
+        while let Some(action) = self.engine.poll_action() {
+            busy = true;
+            match action {
+                Action::Quiesce(rail) => {
+                    self.rails[rail.0].begin_quiesce();
+                    self.quiescing.push(rail);
+                }
+                Action::Probe(rail) => self.rails[rail.0].begin_probe(),
+            }
+        }
+        // A rail that refuses a READ is left alone for this round.
+        let mut refusals = 0;
+        while refusals <= self.rails.len() {
+            let Some((rail, read)) = self.engine.next_post(now) else {
+                break;
+            };
+            match self.rails[rail.0].post(read) {
+                Ok(()) => busy = true,
+                Err(read) => {
+                    refusals += 1;
+                    self.engine.handle_post_refused(now, rail, *read);
+                }
+            }
+        }
+        while let Some(finished) = self.engine.poll_finished() {
+            busy = true;
+            if let Some(ticket) = self.tickets.remove(&finished.request) {
+                // The holder may read the statistics as soon as it is woken.
+                self.publish();
+                ticket.resolve(Outcome::Finished(finished));
+            }
+        }
+        busy
+    }
+
+    fn publish(&mut self) {
+        self.published = self.engine.revision();
+        let mut snapshot = lock(&self.control.snapshot);
+        snapshot.stats = self.engine.stats();
+        snapshot.healthy = self.engine.is_healthy();
+        snapshot.content = self.engine.content();
+        snapshot.rails = self.engine.describe_rails();
+        drop(snapshot);
+        self.control.changed.notify_all();
+    }
+
+    fn stop(&mut self) {
+        for rail in &mut self.rails {
+            rail.begin_quiesce();
+        }
+        let limit = Instant::now() + SHUTDOWN_MAX / 2;
+        while self.rails.iter().any(|r| !r.is_quiesced()) && Instant::now() < limit {
+            for rail in &mut self.rails {
+                rail.poll(&mut self.events);
+            }
+            self.events.clear(); // completions: their ranges free the slots
+            self.control.notifier.prepare();
+            self.control.notifier.wait(Some(Duration::from_millis(5)));
+        }
+        for (_, ticket) in self.tickets.drain() {
+            ticket.resolve(Outcome::ShutDown);
+        }
+        let rest: Vec<Command> = lock(&self.control.commands).drain(..).collect();
+        for command in rest {
+            if let Command::Submit { ticket, .. } = command {
+                ticket.resolve(Outcome::ShutDown);
+            }
+        }
+        let mut snapshot = lock(&self.control.snapshot);
+        snapshot.healthy = false;
+        snapshot.stopped = true;
+        drop(snapshot);
+        self.control.changed.notify_all();
+    }
+}
+
+/// A panic while one of these is held leaves plain data that is whole.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

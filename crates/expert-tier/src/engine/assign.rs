@@ -1,0 +1,173 @@
+//! Picks the next READ: which rail has room, which record it should serve, how much of it.
+
+use std::time::Instant;
+
+use expert_arena::LandingRange;
+use expert_store::catalogue::CHUNK_BYTES;
+
+use super::{Engine, Handle, RailBook, RailState, Read, ReadId};
+use crate::config::Policy;
+use crate::rail::RailId;
+
+impl Engine {
+    /// The next READ to post and its rail, `None` while every window is full or nothing waits.
+    /// The engine counts it as posted; a rail that cannot take it gives it back through
+    /// [`Engine::handle_post_refused`].
+    pub fn next_post(&mut self, now: Instant) -> Option<(RailId, Read)> {
+        let rails = self.rails.len();
+        for step in 0..rails {
+            let rail = (self.turn + step) % rails;
+            if !self.rails[rail].is_up() {
+                continue;
+            }
+            if let Some(read) = self.pick(now, rail) {
+                // Fill one rail's window after the other's turn: small windows fill evenly.
+                self.turn = (rail + 1) % rails;
+                return Some((RailId(rail), read));
+            }
+        }
+        None
+    }
+
+    fn pick(&mut self, now: Instant, rail: usize) -> Option<Read> {
+        let book = &self.rails[rail];
+        let window = book.window_bytes(&self.config);
+        if book.outstanding_reads > 0 && book.outstanding_bytes >= window {
+            return None;
+        }
+        let room = match book.outstanding_reads {
+            0 => u64::MAX, // one READ may always be out, however small the window
+            _ => window - book.outstanding_bytes,
+        };
+        if let Some(read) = self.pick_retry(now, rail, room) {
+            return Some(read);
+        }
+        self.pick_queued(now, rail, room)
+    }
+
+    fn pick_retry(&mut self, now: Instant, rail: usize, room: u64) -> Option<Read> {
+        for i in 0..self.retry_queue.len() {
+            let handle = self.retry_queue[i];
+            let serves = self.rails[rail].content;
+            let whole = self.rails[rail].capabilities.whole_records;
+            let max = self.read_max_bytes(&self.rails[rail]);
+            let Some(record) = self.records.get_mut(handle) else {
+                continue; // cleaned up below
+            };
+            if Some(record.content) != serves {
+                continue;
+            }
+            let image_bytes = record.landing.image_bytes() as u64;
+            let Some(range) = record.retries.last_mut() else {
+                continue;
+            };
+            let len = range.len() as u64;
+            if (len > room && len <= max) || (len > max && max > room) || (whole && len != image_bytes) {
+                continue;
+            }
+            // A range posted on a rail with larger READs may have to be cut for this one.
+            let range = if len > max && !whole {
+                let tail = range.split_off(max as usize);
+                std::mem::replace(range, tail)
+            } else {
+                record.retries.pop().expect("seen above")
+            };
+            if record.retries.is_empty() {
+                record.in_retry_queue = false;
+                self.retry_queue.remove(i);
+            }
+            return Some(self.post(now, rail, handle, range));
+        }
+        self.retry_queue.retain(|&h| self.records.get(h).is_some());
+        None
+    }
+
+    fn pick_queued(&mut self, now: Instant, rail: usize, room: u64) -> Option<Read> {
+        if let Some(read) = self.pick_from(now, rail, rail, room) {
+            return Some(read);
+        }
+        let may_take = |book: &RailBook| match self.config.policy {
+            Policy::HomeSteal | Policy::Split => true,
+            // Nobody else's work, unless its home cannot do it.
+            Policy::ExpertMod => !book.is_up() && book.state != RailState::Probing,
+        };
+        // The longest queue first: it is the one that would end last.
+        let mut donors: Vec<usize> = (0..self.rails.len())
+            .filter(|&d| d != rail && !self.rails[d].queue.is_empty() && may_take(&self.rails[d]))
+            .collect();
+        donors.sort_by_key(|&d| std::cmp::Reverse(self.rails[d].queue.len()));
+        donors
+            .into_iter()
+            .find_map(|donor| self.pick_from(now, rail, donor, room))
+    }
+
+    /// The next READ of the first record in `donor`'s queue that `rail` can serve.
+    fn pick_from(&mut self, now: Instant, rail: usize, donor: usize, room: u64) -> Option<Read> {
+        let serves = self.rails[rail].content;
+        let whole = self.rails[rail].capabilities.whole_records;
+        let max = self.read_max_bytes(&self.rails[rail]);
+        let mut i = 0;
+        while i < self.rails[donor].queue.len() {
+            let handle = self.rails[donor].queue[i];
+            let Some(record) = self.records.get_mut(handle) else {
+                self.rails[donor].queue.remove(i);
+                continue;
+            };
+            let image_bytes = record.landing.image_bytes() as u64;
+            let remaining = record.landing.remaining() as u64;
+            let len = match whole {
+                true if remaining == image_bytes => image_bytes,
+                true => 0, // begun on another kind of rail
+                false => max.min(remaining),
+            };
+            if Some(record.content) != serves || len == 0 {
+                i += 1;
+                continue;
+            }
+            if len > room {
+                return None;
+            }
+            let range = record
+                .landing
+                .split(len as usize)
+                .expect("remaining bytes were asked for");
+            if len == remaining {
+                record.queued = false;
+                self.rails[donor].queue.remove(i);
+            }
+            return Some(self.post(now, rail, handle, range));
+        }
+        None
+    }
+
+    fn read_max_bytes(&self, book: &RailBook) -> u64 {
+        let bytes = self
+            .config
+            .read_bytes
+            .min(book.capabilities.read_max_bytes);
+        (bytes / CHUNK_BYTES).max(1) * CHUNK_BYTES
+    }
+
+    fn post(&mut self, now: Instant, rail: usize, handle: Handle, range: LandingRange) -> Read {
+        let record = self.records.get_mut(handle).expect("the caller found it");
+        record.touched |= 1 << rail;
+        let read = Read {
+            id: ReadId {
+                record: handle.index,
+                reuse: handle.reuse,
+            },
+            key: record.key,
+            position: record.position,
+            layer: record.layer.clone(),
+            content: record.content,
+            range,
+            verify: record.verify,
+            posted_at: now,
+        };
+        if let Some(request) = self.requests.get_mut(record.request) {
+            request.first_post.get_or_insert(now);
+        }
+        self.rails[rail].posted(read.bytes(), now);
+        read
+    }
+}

@@ -1,0 +1,212 @@
+//! The state of one rail as the engine sees it.
+//!
+//! ```text
+//!           probe                 Ready
+//! Quarantined ────► Probing ─────────────► Up
+//!    ▲  (after back-off) │ ProbeFailed      │ Down, stall
+//!    │◄──────────────────┘                  ▼
+//!    └───────────────── quiesced ───── Suspect (quiescing)
+//! ```
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use super::table::Handle;
+use crate::config::EngineConfig;
+use crate::rail::{Capabilities, ContentTag, RailKind};
+use crate::stats::{Histogram, RailErrors, RailStats};
+
+/// See the module.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RailState {
+    /// Takes READs.
+    Up,
+    /// Being quiesced after a failure.
+    Suspect,
+    /// Waits until it may be tried again.
+    Quarantined {
+        /// When.
+        retry_at: Instant,
+    },
+    /// Being connected or rebuilt.
+    Probing,
+}
+
+impl RailState {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Up => "up",
+            Self::Suspect => "suspect",
+            Self::Quarantined { .. } => "quarantined",
+            Self::Probing => "probing",
+        }
+    }
+}
+
+/// One rail in the engine's books.
+#[derive(Debug)]
+pub(super) struct RailBook {
+    pub(super) name: String,
+    pub(super) kind: RailKind,
+    pub(super) capabilities: Capabilities,
+    pub(super) state: RailState,
+    /// What it serves; known from the first `Ready` on.
+    pub(super) content: Option<ContentTag>,
+    pub(super) outstanding_bytes: u64,
+    pub(super) outstanding_reads: u64,
+    /// Records whose home this is and that have bytes not yet posted.
+    pub(super) queue: VecDeque<Handle>,
+    /// Last sign of life, for the stall detector.
+    progress: u64,
+    progress_at: Instant,
+    backoff: Duration,
+    /// Why it is not up; for people.
+    pub(super) trouble: String,
+    pub(super) bytes: u64,
+    pub(super) reads: u64,
+    pub(super) errors: RailErrors,
+    pub(super) state_changes: u64,
+    content_changes: u64,
+    pub(super) latency: Histogram,
+}
+
+impl RailBook {
+    pub(super) fn new(
+        name: String,
+        kind: RailKind,
+        capabilities: Capabilities,
+        config: &EngineConfig,
+        now: Instant,
+    ) -> Self {
+        Self {
+            name,
+            kind,
+            capabilities,
+            // The first connection is a probe like any other, without a wait.
+            state: RailState::Quarantined { retry_at: now },
+            content: None,
+            outstanding_bytes: 0,
+            outstanding_reads: 0,
+            queue: VecDeque::new(),
+            progress: 0,
+            progress_at: now,
+            backoff: config.backoff_first,
+            trouble: "not connected yet".into(),
+            bytes: 0,
+            reads: 0,
+            errors: RailErrors::default(),
+            state_changes: 0,
+            content_changes: 0,
+            latency: Histogram::default(),
+        }
+    }
+
+    pub(super) fn is_up(&self) -> bool {
+        self.state == RailState::Up
+    }
+
+    pub(super) fn window_bytes(&self, config: &EngineConfig) -> u64 {
+        config
+            .window_bytes
+            .saturating_mul(u64::from(self.capabilities.lanes.max(1)))
+    }
+
+    /// Changes with state and content.
+    pub(super) fn revision(&self) -> u64 {
+        self.state_changes + self.content_changes + self.errors.probes_failed
+    }
+
+    pub(super) fn set_state(&mut self, state: RailState) {
+        if std::mem::discriminant(&self.state) != std::mem::discriminant(&state) {
+            self.state_changes += 1;
+        }
+        self.state = state;
+    }
+
+    pub(super) fn ready(&mut self, content: ContentTag) {
+        if !self.is_up() {
+            tracing::info!(rail = %self.name, "rail is up");
+        }
+        if self.content.replace(content) != Some(content) {
+            self.content_changes += 1;
+        }
+        self.trouble.clear();
+        self.set_state(RailState::Up);
+    }
+
+    /// Notes a failure; true where the rail has to be quiesced because of it.
+    pub(super) fn down(&mut self, why: String) -> bool {
+        match self.state {
+            RailState::Up | RailState::Probing => {
+                tracing::warn!(rail = %self.name, "rail is down: {why}");
+                self.errors.downs += 1;
+                self.trouble = why;
+                self.set_state(RailState::Suspect);
+                true
+            }
+            RailState::Suspect | RailState::Quarantined { .. } => false,
+        }
+    }
+
+    /// The next try is a back-off away, with up to a quarter of jitter so that many clients of one
+    /// peer do not come back at the same moment.
+    pub(super) fn quarantine(&mut self, now: Instant, config: &EngineConfig, jitter: f64) {
+        let wait = self.backoff.mul_f64(1.0 + jitter.clamp(0.0, 1.0) / 4.0);
+        self.backoff = (self.backoff * 2).min(config.backoff_max);
+        self.set_state(RailState::Quarantined {
+            retry_at: now + wait,
+        });
+    }
+
+    pub(super) fn posted(&mut self, bytes: u64, now: Instant) {
+        if self.outstanding_reads == 0 {
+            self.progress_at = now;
+        }
+        self.outstanding_bytes += bytes;
+        self.outstanding_reads += 1;
+    }
+
+    pub(super) fn unposted(&mut self, bytes: u64) {
+        self.outstanding_bytes -= bytes;
+        self.outstanding_reads -= 1;
+    }
+
+    /// A READ did its work: the rail is worth its full trust again.
+    pub(super) fn landed(&mut self, bytes: u64, latency: Duration, config: &EngineConfig) {
+        self.bytes += bytes;
+        self.reads += 1;
+        self.latency.record(latency);
+        self.backoff = config.backoff_first;
+    }
+
+    /// Takes note of the bytes seen so far; true when nothing moved for too long.
+    pub(super) fn is_stalled(&mut self, progress: u64, now: Instant) -> bool {
+        if progress != self.progress || self.outstanding_reads == 0 {
+            self.progress = progress;
+            self.progress_at = now;
+        }
+        self.is_up() && now.duration_since(self.progress_at) >= self.capabilities.stall
+    }
+
+    /// When the stall detector has to look again.
+    pub(super) fn stall_at(&self) -> Option<Instant> {
+        (self.is_up() && self.outstanding_reads > 0)
+            .then(|| self.progress_at + self.capabilities.stall)
+    }
+
+    pub(super) fn stats(&self) -> RailStats {
+        RailStats {
+            name: self.name.clone(),
+            kind: self.kind,
+            state: self.state.name(),
+            bytes: self.bytes,
+            reads: self.reads,
+            errors: self.errors.total(),
+            errors_by_cause: self.errors,
+            state_changes: self.state_changes,
+            in_flight_bytes: self.outstanding_bytes,
+            latency_p50_us: self.latency.percentile_us(0.5),
+            latency_p99_us: self.latency.percentile_us(0.99),
+        }
+    }
+}

@@ -1,0 +1,704 @@
+//! The fetch engine: which READ goes on which rail when, and what its end means. Sans-IO: it opens
+//! nothing, blocks on nothing and takes `now` as an argument, so that the same code runs under a
+//! simulated clock.
+//!
+//! ```text
+//! submit ─► records queue at their home rails ─► next_post ─► (rail) ─► handle: Completion
+//!                         ▲                                                │
+//!                         └──────── retried ranges ◄───────────────────────┤ failed
+//!                                                    verified, retired ◄───┘
+//!                                                          └─► commit ─► poll_finished
+//! ```
+//!
+//! *Invariant* (commit rule): a slot becomes readable through [`Landing::commit`] alone, which the
+//! arena grants only when every byte was split off, verified and given back. A record that fails
+//! drops its [`Landing`]; the slot stays quarantined until the last READ posted for it came back.
+//!
+//! Files: [`health`] is the rail state machine, `assign` picks the next READ, `table` keeps
+//! records and requests, this one ties them together.
+
+mod assign;
+pub mod health;
+mod table;
+#[cfg(test)]
+mod tests;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use expert_arena::{Landing, LandingRange, Lease};
+use expert_store::catalogue::Layer;
+use expert_wire::Key;
+
+use crate::config::{EngineConfig, OnFailure};
+use crate::rail::{
+    BadChunk, Capabilities, Completion, ContentTag, RailEvent, RailId, RailKind, Read, ReadError,
+    ReadId,
+};
+use crate::stats::{RequestStats, TierStats};
+use health::{RailBook, RailState};
+pub use table::Handle;
+use table::Table;
+
+/// One record to fetch.
+#[derive(Debug)]
+pub struct Order {
+    /// Its name.
+    pub key: Key,
+    /// Its position in `layer`.
+    pub position: usize,
+    /// Layout and checksums of its layer.
+    pub layer: Arc<Layer>,
+    /// The content that `layer` belongs to.
+    pub content: ContentTag,
+    /// Where it goes.
+    pub landing: Landing,
+    /// Whether to compare checksums.
+    pub verify: bool,
+}
+
+/// Why a record was not committed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Failure {
+    /// Checksums did not fit, again after repetition.
+    Checksum(BadChunk),
+    /// Another record came.
+    WrongRecord(String),
+    /// The peer refuses.
+    Refused(String),
+    /// The content is not served any more.
+    ContentChanged,
+    /// Out of time; the state of the rails at that moment.
+    Deadline(String),
+    /// A rail failed under [`OnFailure::FailFast`].
+    RailFailed(String),
+    /// The caller gave up.
+    Cancelled,
+}
+
+/// A committed record.
+#[derive(Debug)]
+pub struct Committed {
+    /// The slot's bytes.
+    pub lease: Lease,
+    /// Whether checksums were compared.
+    pub verified: bool,
+}
+
+/// A request that ended.
+#[derive(Debug)]
+pub struct Finished {
+    /// As [`Engine::submit`] returned it.
+    pub request: Handle,
+    /// Per record, in the order submitted.
+    pub records: Vec<Result<Committed, Failure>>,
+    /// Where its time went.
+    pub stats: RequestStats,
+}
+
+/// What the driver has to do for the engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Action {
+    /// Call `begin_quiesce`, and [`Engine::handle_quiesced`] once it is.
+    Quiesce(RailId),
+    /// Call `begin_probe`.
+    Probe(RailId),
+}
+
+/// A request was not admitted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Refused {
+    /// Bytes of the request.
+    pub asked: u64,
+    /// Bytes under way.
+    pub inflight: u64,
+    /// The limit.
+    pub limit: u64,
+}
+
+#[derive(Debug)]
+struct Record {
+    request: Handle,
+    index: usize,
+    key: Key,
+    position: usize,
+    layer: Arc<Layer>,
+    content: ContentTag,
+    verify: bool,
+    landing: Landing,
+    /// Ranges that came back without their bytes.
+    retries: Vec<LandingRange>,
+    /// In a queue of a rail.
+    queued: bool,
+    in_retry_queue: bool,
+    landed_bytes: u64,
+    attempts_failed: u32,
+    verified: bool,
+    /// Rails that READs of it were posted on, as bits.
+    touched: u64,
+}
+
+#[derive(Debug)]
+struct Request {
+    deadline: Instant,
+    bytes: u64,
+    open: usize,
+    results: Vec<Option<Result<Committed, Failure>>>,
+    members: Vec<Handle>,
+    submitted: Instant,
+    first_post: Option<Instant>,
+    stats: RequestStats,
+}
+
+#[derive(Debug, Default)]
+struct Counters {
+    requests: u64,
+    records: u64,
+    bytes: u64,
+    failed: u64,
+    verify_failures: u64,
+    unverified: u64,
+    fallbacks: u64,
+    backpressure: u64,
+}
+
+/// See the module.
+pub struct Engine {
+    config: EngineConfig,
+    rails: Vec<RailBook>,
+    records: Table<Record>,
+    requests: Table<Request>,
+    /// Records that have ranges to post again.
+    retry_queue: VecDeque<Handle>,
+    finished: VecDeque<Finished>,
+    actions: VecDeque<Action>,
+    inflight_bytes: u64,
+    /// Rail that is asked first next time.
+    turn: usize,
+    jitter: u64,
+    counters: Counters,
+}
+
+/// Most rails of one tier: a record remembers in one word which of them it used.
+pub const RAILS_MAX: usize = 64;
+
+impl Engine {
+    /// An engine over rails in the order of configuration; each is probed at once.
+    pub fn new(
+        config: EngineConfig,
+        rails: impl IntoIterator<Item = (String, RailKind, Capabilities)>,
+        jitter_seed: u64,
+        now: Instant,
+    ) -> Self {
+        let rails: Vec<RailBook> = rails
+            .into_iter()
+            .map(|(name, kind, caps)| RailBook::new(name, kind, caps, &config, now))
+            .collect();
+        assert!(!rails.is_empty() && rails.len() <= RAILS_MAX, "1 to 64 rails");
+        Self {
+            config,
+            rails,
+            records: Table::new(),
+            requests: Table::new(),
+            retry_queue: VecDeque::new(),
+            finished: VecDeque::new(),
+            actions: VecDeque::new(),
+            inflight_bytes: 0,
+            turn: 0,
+            jitter: jitter_seed,
+            counters: Counters::default(),
+        }
+    }
+
+    /// Takes a request over, to end by `deadline`.
+    ///
+    /// *Errors*: the orders come back when the in-flight budget is used up; a request alone is
+    /// never too large.
+    pub fn submit(
+        &mut self,
+        now: Instant,
+        deadline: Instant,
+        orders: Vec<Order>,
+    ) -> Result<Handle, (Vec<Order>, Refused)> {
+        let bytes: u64 = orders.iter().map(|o| o.landing.image_bytes() as u64).sum();
+        let over = self.inflight_bytes.saturating_add(bytes) > self.config.inflight_max_bytes;
+        if over && self.inflight_bytes > 0 {
+            self.counters.backpressure += 1;
+            let refused = Refused {
+                asked: bytes,
+                inflight: self.inflight_bytes,
+                limit: self.config.inflight_max_bytes,
+            };
+            return Err((orders, refused));
+        }
+        self.inflight_bytes += bytes;
+        let request = self.requests.insert(Request {
+            deadline,
+            bytes,
+            open: orders.len(),
+            results: orders.iter().map(|_| None).collect(),
+            members: Vec::with_capacity(orders.len()),
+            submitted: now,
+            first_post: None,
+            stats: RequestStats::default(),
+        });
+        let rails = self.rails.len();
+        for (index, order) in orders.into_iter().enumerate() {
+            let home = order.key.expert as usize % rails;
+            let empty = order.landing.image_bytes() == 0;
+            let record = self.records.insert(Record {
+                request,
+                index,
+                key: order.key,
+                position: order.position,
+                layer: order.layer,
+                content: order.content,
+                verify: order.verify,
+                landing: order.landing,
+                retries: Vec::new(),
+                queued: !empty,
+                in_retry_queue: false,
+                landed_bytes: 0,
+                attempts_failed: 0,
+                verified: order.verify,
+                touched: 0,
+            });
+            self.requests
+                .get_mut(request)
+                .expect("just inserted")
+                .members
+                .push(record);
+            if empty {
+                self.commit(now, record);
+            } else {
+                self.rails[home].queue.push_back(record);
+            }
+        }
+        if self.requests.get(request).is_some_and(|r| r.open == 0) {
+            self.finish(now, request);
+        }
+        self.check_content(now);
+        Ok(request)
+    }
+
+    /// Gives a request up: its unfinished records fail, READs that are posted run out.
+    pub fn cancel(&mut self, now: Instant, request: Handle) {
+        self.fail_request(now, request, &Failure::Cancelled);
+    }
+
+    /// A rail could not take a READ right now: it goes back to the front.
+    pub fn handle_post_refused(&mut self, now: Instant, rail: RailId, read: Read) {
+        self.rails[rail.0].unposted(read.bytes());
+        self.requeue(now, read);
+    }
+
+    /// Takes in what a rail told.
+    pub fn handle(&mut self, now: Instant, rail: RailId, event: RailEvent) {
+        match event {
+            RailEvent::Completion(completion) => self.handle_completion(now, rail, completion),
+            RailEvent::Ready(content) => {
+                // A rail that was told to stop since is not ready.
+                let book = &mut self.rails[rail.0];
+                if matches!(book.state, RailState::Probing | RailState::Up) {
+                    book.ready(content);
+                    self.check_content(now);
+                }
+            }
+            RailEvent::ProbeFailed(why) => {
+                let jitter = self.next_jitter();
+                let book = &mut self.rails[rail.0];
+                if book.state == RailState::Probing {
+                    book.errors.probes_failed += 1;
+                    if book.trouble != why {
+                        tracing::warn!(rail = %book.name, "rail does not come up: {why}");
+                    }
+                    book.trouble = why.clone();
+                    book.quarantine(now, &self.config, jitter);
+                    if self.config.on_failure == OnFailure::FailFast {
+                        self.fail_users(now, rail, &why);
+                    }
+                }
+            }
+            RailEvent::Down(why) => self.take_down(now, rail, why),
+        }
+    }
+
+    /// A rail that was told to quiesce is quiesced.
+    pub fn handle_quiesced(&mut self, now: Instant, rail: RailId) {
+        let jitter = self.next_jitter();
+        let book = &mut self.rails[rail.0];
+        if book.state == RailState::Suspect {
+            book.quarantine(now, &self.config, jitter);
+        }
+    }
+
+    /// Does what time demands: deadlines, stalls, probes. `progress` gives each rail's
+    /// [`crate::rail::Rail::progress_bytes`].
+    pub fn handle_time(&mut self, now: Instant, progress: impl Fn(RailId) -> u64) {
+        for i in 0..self.rails.len() {
+            if self.rails[i].is_stalled(progress(RailId(i)), now) {
+                self.rails[i].errors.stalls += 1;
+                let why = format!(
+                    "no byte for {:?} with {} READs posted",
+                    self.rails[i].capabilities.stall, self.rails[i].outstanding_reads
+                );
+                self.take_down(now, RailId(i), why);
+            }
+            if let RailState::Quarantined { retry_at } = self.rails[i].state {
+                if now >= retry_at {
+                    self.rails[i].set_state(RailState::Probing);
+                    self.actions.push_back(Action::Probe(RailId(i)));
+                }
+            }
+        }
+        let expired: Vec<Handle> = self
+            .requests
+            .iter()
+            .filter(|(_, r)| now >= r.deadline)
+            .map(|(h, _)| h)
+            .collect();
+        for request in expired {
+            let why = self.describe_rails();
+            self.fail_request(now, request, &Failure::Deadline(why));
+        }
+    }
+
+    /// The earliest moment at which [`Engine::handle_time`] has work to do.
+    pub fn next_timeout(&self) -> Option<Instant> {
+        let requests = self.requests.iter().map(|(_, r)| r.deadline);
+        let rails = self.rails.iter().flat_map(|b| {
+            let retry = match b.state {
+                RailState::Quarantined { retry_at } => Some(retry_at),
+                _ => None,
+            };
+            retry.into_iter().chain(b.stall_at())
+        });
+        requests.chain(rails).min()
+    }
+
+    /// What the driver has to do, one at a time.
+    pub fn poll_action(&mut self) -> Option<Action> {
+        self.actions.pop_front()
+    }
+
+    /// A request that ended, one at a time.
+    pub fn poll_finished(&mut self) -> Option<Finished> {
+        self.finished.pop_front()
+    }
+
+    /// Whether at least one rail works.
+    pub fn is_healthy(&self) -> bool {
+        self.rails.iter().any(RailBook::is_up)
+    }
+
+    /// Content of the first rail that works, else of the first that ever did.
+    pub fn content(&self) -> Option<ContentTag> {
+        let up = self.rails.iter().filter(|b| b.is_up());
+        up.chain(&self.rails).find_map(|b| b.content)
+    }
+
+    /// Changes whenever a request ends or a rail changes state or content.
+    pub fn revision(&self) -> u64 {
+        let rails: u64 = self.rails.iter().map(RailBook::revision).sum();
+        self.counters.requests + self.counters.backpressure + rails
+    }
+
+    /// State of the rails that are not up, for people.
+    pub fn describe_rails(&self) -> String {
+        let mut text = String::new();
+        for book in &self.rails {
+            if !text.is_empty() {
+                text.push_str("; ");
+            }
+            match book.is_up() {
+                true => text.push_str(&format!(
+                    "{} is up, {} bytes in flight",
+                    book.name, book.outstanding_bytes
+                )),
+                false => text.push_str(&format!("{} is not up: {}", book.name, book.trouble)),
+            }
+        }
+        text
+    }
+
+    /// The numbers so far.
+    pub fn stats(&self) -> TierStats {
+        TierStats {
+            rails: self.rails.iter().map(RailBook::stats).collect(),
+            requests: self.counters.requests,
+            records: self.counters.records,
+            bytes: self.counters.bytes,
+            failed: self.counters.failed,
+            verify_failures: self.counters.verify_failures,
+            unverified: self.counters.unverified,
+            fallbacks: self.counters.fallbacks,
+            backpressure: self.counters.backpressure,
+        }
+    }
+
+    fn handle_completion(&mut self, now: Instant, rail: RailId, completion: Completion) {
+        let Completion { read, result } = completion;
+        let bytes = read.bytes();
+        self.rails[rail.0].unposted(bytes);
+        let latency = now.saturating_duration_since(read.posted_at);
+        let result = result.and_then(|landed| {
+            // A rail that does not hash on its own threads leaves it to us.
+            if read.verify && !landed.verified {
+                read.check_chunks(0, bytes).map_err(ReadError::Checksum)?;
+            }
+            Ok(landed)
+        });
+        let handle = Handle {
+            index: read.id.record,
+            reuse: read.id.reuse,
+        };
+        match result {
+            Ok(landed) => {
+                self.rails[rail.0].landed(bytes, latency, &self.config);
+                let Some(record) = self.records.get_mut(handle) else {
+                    return; // expired or cancelled: dropping the range frees the slot
+                };
+                record.landed_bytes += bytes;
+                let done = record.landed_bytes == record.landing.image_bytes() as u64;
+                if record.touched & !(1 << rail.0) != 0 && record.attempts_failed > 0 {
+                    self.counters.fallbacks += 1;
+                }
+                let request = record.request;
+                read.range.retire();
+                if let Some(request) = self.requests.get_mut(request) {
+                    request.stats.verify += landed.verify_time;
+                }
+                if done {
+                    self.commit(now, handle);
+                }
+            }
+            Err(error) => self.handle_failed(now, rail, handle, read, error),
+        }
+    }
+
+    fn handle_failed(
+        &mut self,
+        now: Instant,
+        rail: RailId,
+        handle: Handle,
+        read: Read,
+        error: ReadError,
+    ) {
+        let errors = &mut self.rails[rail.0].errors;
+        match &error {
+            ReadError::Flushed => errors.flushed += 1,
+            ReadError::Checksum(_) => {
+                errors.checksum += 1;
+                self.counters.verify_failures += 1;
+            }
+            ReadError::ContentChanged => {}
+            _ => errors.refused += 1,
+        }
+        let retries = self.config.retries;
+        let Some(record) = self.records.get_mut(handle) else {
+            return;
+        };
+        let failure = match error {
+            ReadError::Flushed => {
+                // Not an attempt of its own: the rail failed, not the READ. The deadline bounds it.
+                record.attempts_failed = record.attempts_failed.max(1);
+                None
+            }
+            ReadError::ContentChanged => None,
+            ReadError::Checksum(bad) => {
+                record.attempts_failed += 1;
+                (record.attempts_failed > retries).then_some(Failure::Checksum(bad))
+            }
+            ReadError::Unavailable(why) => {
+                record.attempts_failed += 1;
+                (record.attempts_failed > retries).then_some(Failure::Refused(why))
+            }
+            ReadError::WrongRecord(why) => Some(Failure::WrongRecord(why)),
+            ReadError::Refused(why) => Some(Failure::Refused(why)),
+        };
+        match failure {
+            Some(failure) => {
+                drop(read);
+                self.fail_record(now, handle, failure);
+            }
+            None => {
+                self.requeue(now, read);
+                self.check_content(now);
+            }
+        }
+    }
+
+    fn requeue(&mut self, _now: Instant, read: Read) {
+        let handle = Handle {
+            index: read.id.record,
+            reuse: read.id.reuse,
+        };
+        if let Some(record) = self.records.get_mut(handle) {
+            record.retries.push(read.range);
+            if !record.in_retry_queue {
+                record.in_retry_queue = true;
+                self.retry_queue.push_back(handle);
+            }
+        }
+    }
+
+    fn take_down(&mut self, now: Instant, rail: RailId, why: String) {
+        if self.rails[rail.0].down(why.clone()) {
+            self.actions.push_back(Action::Quiesce(rail));
+            if self.config.on_failure == OnFailure::FailFast {
+                self.fail_users(now, rail, &why);
+            }
+        }
+    }
+
+    /// Fails every request that used a rail or waits for it.
+    fn fail_users(&mut self, now: Instant, rail: RailId, why: &str) {
+        let rails = self.rails.len();
+        let users: Vec<Handle> = self
+            .records
+            .iter()
+            .filter(|(_, r)| {
+                r.touched & (1 << rail.0) != 0 || r.key.expert as usize % rails == rail.0
+            })
+            .map(|(_, r)| r.request)
+            .collect();
+        for request in users {
+            let why = format!("{}: {why}", self.rails[rail.0].name);
+            self.fail_request(now, request, &Failure::RailFailed(why));
+        }
+    }
+
+    /// Fails records of a content that no working rail serves any more.
+    fn check_content(&mut self, now: Instant) {
+        let up: Vec<ContentTag> = self
+            .rails
+            .iter()
+            .filter(|b| b.is_up())
+            .filter_map(|b| b.content)
+            .collect();
+        if up.is_empty() {
+            return; // nothing is known: the deadline bounds the wait
+        }
+        let orphans: Vec<Handle> = self
+            .records
+            .iter()
+            .filter(|(_, r)| !up.contains(&r.content))
+            .map(|(h, _)| h)
+            .collect();
+        for record in orphans {
+            self.fail_record(now, record, Failure::ContentChanged);
+        }
+    }
+
+    fn commit(&mut self, now: Instant, handle: Handle) {
+        let record = self.records.remove(handle).expect("only open records commit");
+        let bytes = record.landing.image_bytes() as u64;
+        let verified = record.verified && record.layer.checksums.is_some();
+        let result = match record.landing.commit() {
+            Ok(lease) => {
+                self.counters.records += 1;
+                self.counters.bytes += bytes;
+                self.counters.unverified += u64::from(!verified);
+                Ok(Committed { lease, verified })
+            }
+            // The engine counts what the arena counts, so this is a bug of ours; the arena's word
+            // stands and nothing is handed out.
+            Err((_landing, error)) => {
+                debug_assert!(false, "commit refused: {error}");
+                tracing::error!(key = %record.key, "commit refused: {error}");
+                Err(Failure::RailFailed(error.to_string()))
+            }
+        };
+        if result.is_ok() {
+            if let Some(request) = self.requests.get_mut(record.request) {
+                request.stats.bytes += bytes;
+            }
+        }
+        self.resolve(now, record.request, record.index, result);
+    }
+
+    fn fail_record(&mut self, now: Instant, handle: Handle, failure: Failure) {
+        if let Some(record) = self.records.remove(handle) {
+            self.counters.failed += 1;
+            drop(record.retries);
+            record.landing.abandon();
+            self.resolve(now, record.request, record.index, Err(failure));
+        }
+    }
+
+    fn fail_request(&mut self, now: Instant, request: Handle, failure: &Failure) {
+        let Some(entry) = self.requests.get(request) else {
+            return;
+        };
+        for record in entry.members.clone() {
+            self.fail_record(now, record, failure.clone());
+        }
+    }
+
+    fn resolve(
+        &mut self,
+        now: Instant,
+        request: Handle,
+        index: usize,
+        result: Result<Committed, Failure>,
+    ) {
+        let Some(entry) = self.requests.get_mut(request) else {
+            return;
+        };
+        if entry.results[index].replace(result).is_none() {
+            entry.open -= 1;
+        }
+        if entry.open == 0 && entry.members.len() == entry.results.len() {
+            self.finish(now, request);
+        }
+    }
+
+    fn finish(&mut self, now: Instant, request: Handle) {
+        let Some(entry) = self.requests.remove(request) else {
+            return;
+        };
+        self.inflight_bytes -= entry.bytes;
+        self.counters.requests += 1;
+        let mut stats = entry.stats;
+        stats.total = now.saturating_duration_since(entry.submitted);
+        stats.queued = entry
+            .first_post
+            .map_or(stats.total, |t| t.saturating_duration_since(entry.submitted));
+        self.finished.push_back(Finished {
+            request,
+            records: entry
+                .results
+                .into_iter()
+                .map(|r| r.expect("a request ends when all its records have"))
+                .collect(),
+            stats,
+        });
+    }
+
+    fn next_jitter(&mut self) -> f64 {
+        // splitmix64: enough to keep clients apart, and the same in every run of one seed.
+        self.jitter = self.jitter.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.jitter;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    /// Requests that have not ended.
+    pub fn open_requests(&self) -> usize {
+        self.requests.iter().count()
+    }
+}
+
+impl Finished {
+    /// Whether every record was committed.
+    pub fn is_complete(&self) -> bool {
+        self.records.iter().all(Result::is_ok)
+    }
+}
+
+/// Time left until a moment, for waits that take a duration.
+pub(crate) fn until(now: Instant, then: Instant) -> Duration {
+    then.saturating_duration_since(now)
+}

@@ -1,0 +1,180 @@
+//! Errors of the tier, sorted by whose fault they are.
+
+use std::time::Duration;
+
+use expert_arena::{ArenaError, SlotId};
+use expert_store::StoreError;
+use expert_wire::Key;
+use expert_wire::client::HandshakeError;
+use thiserror::Error;
+
+use crate::rail::BadChunk;
+
+/// Why a tier could not be made or did not do what was asked.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum TierError {
+    /// A value that cannot be used, of a flag, a variable or an argument.
+    #[error("{0}")]
+    Config(String),
+    /// A device ordering was asked for, and there is none yet.
+    #[error(
+        "stream {stream} is not supported: only 0 (done when the call returns) is, until device ordering exists"
+    )]
+    UnsupportedStream {
+        /// The value given.
+        stream: u64,
+    },
+    /// The arena refused.
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+    /// The store refused (`posix`).
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// No connection.
+    #[error("connecting to {addr} failed: {why}")]
+    Connect {
+        /// Address of the peer.
+        addr: String,
+        /// What happened, and what to do.
+        why: String,
+    },
+    /// The other side is no peer, or refuses.
+    #[error("{addr}: {source}")]
+    Handshake {
+        /// Address of the peer.
+        addr: String,
+        /// What happened.
+        #[source]
+        source: HandshakeError,
+    },
+    /// The peer's description of its store does not hold together.
+    #[error("{addr}: catalogue of the peer is not sound: {why}")]
+    Catalogue {
+        /// Address of the peer.
+        addr: String,
+        /// What does not fit.
+        why: String,
+    },
+    /// The peer serves another model than the one insisted on.
+    #[error("peer serves content id {got}, expected {want}: it is another model, or another build of it")]
+    OtherContent {
+        /// What it serves.
+        got: String,
+        /// What was insisted on.
+        want: String,
+    },
+    /// No such record.
+    #[error("{key}: {why}")]
+    NoSuchRecord {
+        /// What was asked for.
+        key: Key,
+        /// What there is.
+        why: String,
+    },
+    /// A zero expert.
+    #[error("{key} is a zero expert: its output is its input, there is nothing to fetch")]
+    IdentityExpert {
+        /// What was asked for.
+        key: Key,
+    },
+    /// The slot is too small for the record.
+    #[error("{key} has {need} bytes, {slot} has room for {have}; use slots of the largest record")]
+    SlotTooSmall {
+        /// The record.
+        key: Key,
+        /// The slot.
+        slot: SlotId,
+        /// Bytes of the record image.
+        need: u64,
+        /// Bytes of the slot.
+        have: u64,
+    },
+    /// Bytes arrived that do not fit the catalogue, again after a repetition.
+    #[error("{key} chunk {chunk}: checksum {got:016x}, the catalogue says {want:016x}; nothing was committed", chunk = .bad.chunk, got = .bad.got, want = .bad.want)]
+    Checksum {
+        /// The record.
+        key: Key,
+        /// The chunk.
+        bad: BadChunk,
+    },
+    /// The peer answered with another record.
+    #[error("{key}: {why}; nothing was committed")]
+    WrongRecord {
+        /// What was asked for.
+        key: Key,
+        /// What came.
+        why: String,
+    },
+    /// The peer refuses this record.
+    #[error("{key}: peer refuses: {why}")]
+    Refused {
+        /// What was asked for.
+        key: Key,
+        /// Its words.
+        why: String,
+    },
+    /// The peer's store changed to other content while the request was under way.
+    #[error("{key}: the peer serves other content now; fetch again")]
+    ContentChanged {
+        /// What was asked for.
+        key: Key,
+    },
+    /// Not done in time.
+    #[error("{key}: not complete after {waited:?}: {why}")]
+    Deadline {
+        /// What was asked for.
+        key: Key,
+        /// The time allowed.
+        waited: Duration,
+        /// State of the rails at that moment.
+        why: String,
+    },
+    /// A rail failed and the policy is to fail fast.
+    #[error("{key}: rail failed: {why}")]
+    RailFailed {
+        /// What was asked for.
+        key: Key,
+        /// What happened to it.
+        why: String,
+    },
+    /// Cancelled by the caller.
+    #[error("{key}: cancelled")]
+    Cancelled {
+        /// What was asked for.
+        key: Key,
+    },
+    /// Too much is under way.
+    #[error("{asked} bytes asked for while {inflight} of at most {limit} are in flight; retry when requests have ended")]
+    Backpressure {
+        /// Bytes of this request.
+        asked: u64,
+        /// Bytes under way.
+        inflight: u64,
+        /// The limit.
+        limit: u64,
+    },
+    /// The tier was shut down.
+    #[error("the tier is shut down")]
+    ShutDown,
+}
+
+impl TierError {
+    /// Whether the same call can succeed later without a change by the caller.
+    pub fn is_retryable(&self) -> bool {
+        match self {
+            Self::Connect { .. }
+            | Self::ContentChanged { .. }
+            | Self::Deadline { .. }
+            | Self::RailFailed { .. }
+            | Self::Backpressure { .. } => true,
+            Self::Handshake { source, .. } => source.is_retryable(),
+            _ => false,
+        }
+    }
+
+    /// Whether the caller should slow down.
+    pub fn is_backpressure(&self) -> bool {
+        matches!(self, Self::Backpressure { .. })
+    }
+}

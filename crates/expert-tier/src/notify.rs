@@ -1,0 +1,62 @@
+//! Wakes the driver thread from others: an event descriptor, written only while somebody sleeps.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+/// See the module. One waiter, any number of notifiers.
+#[derive(Debug)]
+pub(crate) struct Notifier {
+    fd: OwnedFd,
+    /// Set by the waiter before it looks a last time and sleeps, cleared by who wakes it.
+    sleeping: AtomicBool,
+}
+
+impl Notifier {
+    pub(crate) fn new() -> std::io::Result<Self> {
+        Ok(Self {
+            fd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            sleeping: AtomicBool::new(false),
+        })
+    }
+
+    /// Wakes the waiter if it sleeps; what was written before this call is seen by it.
+    pub(crate) fn notify(&self) {
+        if self.sleeping.swap(false, Ordering::SeqCst) {
+            // The counter cannot overflow: it is read at each wake-up.
+            let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// Announces that the caller is about to sleep. It must look for work once more after this.
+    pub(crate) fn prepare(&self) {
+        self.sleeping.store(true, Ordering::SeqCst);
+    }
+
+    /// Takes the announcement back: work was found.
+    pub(crate) fn cancel(&self) {
+        self.sleeping.store(false, Ordering::SeqCst);
+    }
+
+    /// Sleeps until somebody notifies or the time is over (`None`: no limit).
+    pub(crate) fn wait(&self, timeout: Option<Duration>) {
+        let timeout = timeout.map(|t| Timespec {
+            tv_sec: t.as_secs().min(3600) as i64,
+            tv_nsec: i64::from(t.subsec_nanos()),
+        });
+        let mut fds = [PollFd::from_borrowed_fd(self.fd.as_fd(), PollFlags::IN)];
+        // An interrupted poll is a wake-up without a reason: the caller's loop looks again.
+        if poll(&mut fds, timeout.as_ref()).is_ok_and(|n| n > 0) {
+            let _ = rustix::io::read(&self.fd, &mut [0u8; 8]);
+        }
+        self.sleeping.store(false, Ordering::SeqCst);
+    }
+}
+
+impl AsFd for Notifier {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}

@@ -1,0 +1,5 @@
+//! The rails: what moves bytes below the engine.
+
+pub(crate) mod local;
+pub(crate) mod socket;
+pub(crate) mod tcp;

@@ -1,0 +1,642 @@
+//! The TCP rail: one or several connections to one peer, as v2 frames or in the frozen v1 protocol.
+//!
+//! Each connection (lane) has a thread that sits in `recv`: it receives straight into the slots,
+//! compares checksums while the bytes are in the cache, and notices a hang-up at once. Requests
+//! are written by the driver thread; they are small and the window bounds their number.
+//!
+//! *Memory rule*: a READ is owned by its lane's queue from `post` on. The lane's thread gives every
+//! READ back, the last ones when it ends, and writes nowhere after that.
+
+use std::collections::VecDeque;
+use std::io;
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use expert_arena::RecvFlags;
+use expert_store::catalogue::CHUNK_BYTES;
+use expert_wire::client::{Outcome, Protocol};
+use expert_wire::frame::{self, FrameHeader, FrameKind};
+use expert_wire::message::{ErrorCode, ErrorFrame, ReadRequest, Role, Welcome};
+use expert_wire::v1::{self, Manifest};
+use expert_wire::{Key, limits};
+use rustix::net::SendFlags;
+use xxhash_rust::xxh3::xxh3_128;
+
+use super::socket;
+use crate::notify::Notifier;
+use crate::rail::{
+    Capabilities, Completion, ContentTag, Landed, Rail, RailEvent, RailKind, Read, ReadError,
+};
+
+/// How a TCP rail is set up.
+#[derive(Debug, Clone)]
+pub(crate) struct TcpConfig {
+    pub(crate) addr: String,
+    pub(crate) streams: u32,
+    pub(crate) protocol: Protocol,
+    /// Whether the peer turned out to speak v1 when the tier connected.
+    pub(crate) v1: bool,
+    pub(crate) client_id: u64,
+    pub(crate) connect_timeout: Duration,
+    pub(crate) stall: Duration,
+}
+
+/// See the module.
+pub(crate) struct TcpRail {
+    name: String,
+    config: TcpConfig,
+    shared: Arc<RailShared>,
+    attempt: Option<Arc<Attempt>>,
+}
+
+/// What lanes of all attempts share with the driver.
+struct RailShared {
+    events: Mutex<Vec<RailEvent>>,
+    notifier: Arc<Notifier>,
+    progress: AtomicU64,
+}
+
+impl RailShared {
+    fn push(&self, event: RailEvent) {
+        lock(&self.events).push(event);
+        self.notifier.notify();
+    }
+}
+
+/// One set of connections: made, used, and torn down as a whole.
+struct Attempt {
+    rail: Arc<RailShared>,
+    lanes: Vec<Lane>,
+    state: Mutex<AttemptState>,
+    live_threads: AtomicUsize,
+}
+
+struct AttemptState {
+    ready: usize,
+    up: bool,
+    error: Option<String>,
+    /// Content of the peer now, and the epoch to ask under.
+    current: Option<(ContentTag, u32)>,
+}
+
+#[derive(Default)]
+struct Lane {
+    queue: Mutex<LaneQueue>,
+    socket: Mutex<Option<Arc<TcpStream>>>,
+    /// Frames not yet taken by the socket; also keeps writers from interleaving.
+    unsent: Mutex<Vec<u8>>,
+    outstanding_bytes: AtomicU64,
+}
+
+#[derive(Default)]
+struct LaneQueue {
+    posted: VecDeque<(u64, Read)>,
+    next_id: u64,
+    closed: bool,
+}
+
+impl TcpRail {
+    pub(crate) fn new(config: TcpConfig, notifier: Arc<Notifier>) -> Self {
+        Self {
+            name: format!("tcp:{}", config.addr),
+            config,
+            shared: Arc::new(RailShared {
+                events: Mutex::new(Vec::new()),
+                notifier,
+                progress: AtomicU64::new(0),
+            }),
+            attempt: None,
+        }
+    }
+}
+
+impl Rail for TcpRail {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn kind(&self) -> RailKind {
+        match self.config.v1 {
+            true => RailKind::TcpV1,
+            false => RailKind::Tcp,
+        }
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            read_max_bytes: u64::from(limits::READ_MAX_BYTES),
+            whole_records: self.config.v1,
+            lanes: self.config.streams,
+            stall: self.config.stall,
+        }
+    }
+
+    fn post(&mut self, read: Read) -> Result<(), Box<Read>> {
+        let Some(attempt) = &self.attempt else {
+            return Err(Box::new(read));
+        };
+        let epoch = match lock(&attempt.state).current {
+            Some((content, epoch)) if content == read.content => epoch,
+            // The peer changed its store since the engine last looked.
+            _ => {
+                self.shared.push(RailEvent::Completion(Completion {
+                    read,
+                    result: Err(ReadError::ContentChanged),
+                }));
+                return Ok(());
+            }
+        };
+        let lane = attempt
+            .lanes
+            .iter()
+            .min_by_key(|l| l.outstanding_bytes.load(Ordering::Relaxed))
+            .expect("a rail has at least one lane");
+        let mut queue = lock(&lane.queue);
+        if queue.closed {
+            return Err(Box::new(read));
+        }
+        let id = queue.next_id;
+        queue.next_id += 1;
+        let mut unsent = lock(&lane.unsent);
+        if self.config.v1 {
+            unsent.extend_from_slice(&v1::encode_request(read.key));
+        } else {
+            let request = ReadRequest {
+                key: read.key,
+                epoch,
+                bytes: read.bytes() as u32,
+                offset: read.range.offset() as u64,
+            };
+            frame::push_frame(&mut unsent, FrameKind::Read, id, &request.encode());
+        }
+        lane.outstanding_bytes
+            .fetch_add(read.bytes(), Ordering::Relaxed);
+        queue.posted.push_back((id, read));
+        drop(queue);
+        lane.flush(&mut unsent);
+        Ok(())
+    }
+
+    fn poll(&mut self, sink: &mut Vec<RailEvent>) {
+        sink.append(&mut lock(&self.shared.events));
+        if let Some(attempt) = &self.attempt {
+            for lane in &attempt.lanes {
+                let mut unsent = lock(&lane.unsent);
+                if !unsent.is_empty() {
+                    lane.flush(&mut unsent);
+                }
+            }
+        }
+    }
+
+    fn progress_bytes(&self) -> u64 {
+        self.shared.progress.load(Ordering::Relaxed)
+    }
+
+    fn begin_probe(&mut self) {
+        let lanes = self.config.streams.max(1) as usize;
+        let attempt = Arc::new(Attempt {
+            rail: self.shared.clone(),
+            lanes: (0..lanes).map(|_| Lane::default()).collect(),
+            state: Mutex::new(AttemptState {
+                ready: 0,
+                up: false,
+                error: None,
+                current: None,
+            }),
+            live_threads: AtomicUsize::new(lanes),
+        });
+        for lane in 0..lanes {
+            let spawned = std::thread::Builder::new()
+                .name(format!("tcp-lane-{lane}"))
+                .spawn({
+                    let (attempt, config) = (attempt.clone(), self.config.clone());
+                    move || attempt.run_lane(lane, &config)
+                });
+            if let Err(e) = spawned {
+                attempt.fail(format!("no thread for a connection: {e}"));
+                attempt.leave();
+            }
+        }
+        self.attempt = Some(attempt);
+    }
+
+    fn begin_quiesce(&mut self) {
+        if let Some(attempt) = &self.attempt {
+            attempt.fail("stopped".into());
+        }
+    }
+
+    fn is_quiesced(&self) -> bool {
+        self.attempt
+            .as_ref()
+            .is_none_or(|a| a.live_threads.load(Ordering::Acquire) == 0)
+    }
+}
+
+impl Drop for TcpRail {
+    /// Lanes that still run own their READs and give them back to nobody; the arena frees the slots.
+    fn drop(&mut self) {
+        self.begin_quiesce();
+    }
+}
+
+impl Lane {
+    /// Sends what the socket takes now; the rest stays for the next poll.
+    fn flush(&self, unsent: &mut Vec<u8>) {
+        let Some(socket) = lock(&self.socket).clone() else {
+            return;
+        };
+        while !unsent.is_empty() {
+            match rustix::net::send(&*socket, unsent, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+                Ok(n) => {
+                    unsent.drain(..n);
+                }
+                Err(rustix::io::Errno::INTR) => {}
+                // A full buffer empties; a broken connection wakes the lane's thread.
+                Err(_) => return,
+            }
+        }
+    }
+}
+
+/// Why a lane ends.
+type LaneEnd = String;
+
+impl Attempt {
+    fn run_lane(&self, index: usize, config: &TcpConfig) {
+        let why = match self.serve(index, config) {
+            Ok(never) => match never {},
+            Err(why) => why,
+        };
+        self.fail(why);
+        // After `closed` is set under the lock no READ can get in any more.
+        let mut queue = lock(&self.lanes[index].queue);
+        queue.closed = true;
+        let rest = std::mem::take(&mut queue.posted);
+        drop(queue);
+        for (_, read) in rest {
+            self.complete(index, read, Err(ReadError::Flushed));
+        }
+        self.leave();
+    }
+
+    /// The first failure decides what is told, and ends all lanes.
+    fn fail(&self, why: String) {
+        let mut state = lock(&self.state);
+        if state.error.is_some() {
+            return;
+        }
+        state.error = Some(why.clone());
+        let up = state.up;
+        drop(state);
+        if up {
+            self.rail.push(RailEvent::Down(why));
+        }
+        for lane in &self.lanes {
+            if let Some(socket) = lock(&lane.socket).as_ref() {
+                // Wakes the lane's thread out of `recv`; fails only where that has happened.
+                let _ = socket.shutdown(Shutdown::Both);
+            }
+        }
+    }
+
+    fn leave(&self) {
+        if self.live_threads.fetch_sub(1, Ordering::AcqRel) == 1 {
+            let state = lock(&self.state);
+            if !state.up {
+                let why = state.error.clone().unwrap_or_default();
+                drop(state);
+                self.rail.push(RailEvent::ProbeFailed(why));
+            }
+            self.rail.notifier.notify();
+        }
+    }
+
+    fn complete(&self, lane: usize, read: Read, result: Result<Landed, ReadError>) {
+        self.lanes[lane]
+            .outstanding_bytes
+            .fetch_sub(read.bytes(), Ordering::Relaxed);
+        self.rail
+            .push(RailEvent::Completion(Completion { read, result }));
+    }
+
+    fn serve(&self, index: usize, config: &TcpConfig) -> Result<std::convert::Infallible, LaneEnd> {
+        let protocol = match config.v1 {
+            true => Protocol::V1,
+            false => config.protocol,
+        };
+        let limit = Instant::now() + config.connect_timeout;
+        let (stream, outcome) =
+            socket::connect(&config.addr, config.client_id, Role::Stream, protocol, limit)
+                .map_err(|e| e.to_string())?;
+        let stream = Arc::new(stream);
+        *lock(&self.lanes[index].socket) = Some(stream.clone());
+        match outcome {
+            Outcome::V2(welcome) if !config.v1 => {
+                self.ready(ContentTag::of(&welcome), welcome.epoch)?;
+                LaneV2 {
+                    attempt: self,
+                    index,
+                    stream: &stream,
+                    welcome,
+                    carry: [0; frame::HEADER_BYTES],
+                    carried: 0,
+                }
+                .serve()
+            }
+            Outcome::V1(manifest) if config.v1 => {
+                self.ready(v1_tag(&manifest), 0)?;
+                self.serve_v1(index, &stream, &manifest)
+            }
+            _ => Err("the peer speaks another protocol version than when the tier connected; connect anew".into()),
+        }
+    }
+
+    fn ready(&self, content: ContentTag, epoch: u32) -> Result<(), LaneEnd> {
+        let mut state = lock(&self.state);
+        if let Some(error) = &state.error {
+            return Err(error.clone());
+        }
+        if *state.current.get_or_insert((content, epoch)) != (content, epoch) {
+            return Err("the peer changed while its connections were made".into());
+        }
+        state.ready += 1;
+        if state.ready == self.lanes.len() {
+            state.up = true;
+            // Under the lock: a change of content that another lane notices comes after this.
+            self.rail.push(RailEvent::Ready(content));
+        }
+        Ok(())
+    }
+
+    fn content_changed(&self, welcome: &Welcome) {
+        let mut state = lock(&self.state);
+        let current = (ContentTag::of(welcome), welcome.epoch);
+        if state.current.replace(current) != Some(current) && state.up {
+            self.rail.push(RailEvent::Ready(current.0));
+        }
+    }
+
+    fn next_posted(&self, lane: usize, id: Option<u64>) -> Result<Read, LaneEnd> {
+        let mut queue = lock(&self.lanes[lane].queue);
+        match queue.posted.front() {
+            Some((front, _)) if id.is_none_or(|id| id == *front) => {
+                Ok(queue.posted.pop_front().expect("seen above").1)
+            }
+            Some((front, _)) => Err(format!(
+                "the peer answered READ {} while {front} was next",
+                id.unwrap_or_default()
+            )),
+            None => Err("the peer answered a READ that was not posted".into()),
+        }
+    }
+
+    fn progress(&self, bytes: usize) {
+        self.rail.progress.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    fn serve_v1(
+        &self,
+        index: usize,
+        stream: &TcpStream,
+        manifest: &Manifest,
+    ) -> Result<std::convert::Infallible, LaneEnd> {
+        loop {
+            let mut status = [0u8];
+            recv_exact(stream, &mut status)?;
+            let mut read = self.next_posted(index, None)?;
+            if status[0] != v1::STATUS_OK {
+                let why = format!("status {}", status[0]);
+                self.complete(index, read, Err(ReadError::Refused(why)));
+                continue;
+            }
+            let received = self.receive(stream, &mut read, None);
+            match received {
+                Ok((landed, _)) => {
+                    let landed = landed.and_then(|landed| {
+                        check_v1_header(&read, manifest).map_err(ReadError::WrongRecord)?;
+                        Ok(landed)
+                    });
+                    self.complete(index, read, landed);
+                }
+                Err(why) => {
+                    self.complete(index, read, Err(ReadError::Flushed));
+                    return Err(why);
+                }
+            }
+        }
+    }
+
+    /// Receives all bytes of a READ, chunk by chunk, and compares checksums while they are in the
+    /// cache. With `tail`, surplus bytes of the last system call go there; returns their number.
+    #[allow(clippy::type_complexity)] // two results of different blame: the READ's and the lane's
+    fn receive(
+        &self,
+        stream: &TcpStream,
+        read: &mut Read,
+        mut tail: Option<&mut [u8]>,
+    ) -> Result<(Result<Landed, ReadError>, usize), LaneEnd> {
+        let total = read.range.len();
+        let mut at = 0;
+        let mut surplus = 0;
+        let mut verify_time = Duration::ZERO;
+        let mut bad = None;
+        while at < total {
+            let chunk_end = (at + CHUNK_BYTES as usize).min(total);
+            let chunk_start = at;
+            while at < chunk_end {
+                let want = chunk_end - at;
+                let got = match tail.as_deref_mut().filter(|_| chunk_end == total) {
+                    Some(tail) => read.range.recv_vectored_tail(stream.as_fd(), at, want, tail),
+                    None => read.range.recv(stream.as_fd(), at, want, RecvFlags::WAIT_ALL),
+                };
+                match got {
+                    Ok(0) => return Err("the peer closed the connection in the middle of a record".into()),
+                    Ok(n) => {
+                        let landed = n.min(want);
+                        surplus = n - landed;
+                        at += landed;
+                        self.progress(landed);
+                    }
+                    Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                    Err(e) => return Err(format!("receiving failed: {e}")),
+                }
+            }
+            if read.verify && bad.is_none() {
+                let start = Instant::now();
+                bad = read
+                    .check_chunks(chunk_start as u64, (chunk_end - chunk_start) as u64)
+                    .err();
+                verify_time += start.elapsed();
+            }
+        }
+        let landed = match bad {
+            Some(bad) => Err(ReadError::Checksum(bad)),
+            None => Ok(Landed {
+                verified: read.verify,
+                verify_time,
+            }),
+        };
+        Ok((landed, surplus))
+    }
+}
+
+struct LaneV2<'a> {
+    attempt: &'a Attempt,
+    index: usize,
+    stream: &'a TcpStream,
+    welcome: Welcome,
+    /// Bytes of the next header that came with the last READ.
+    carry: [u8; frame::HEADER_BYTES],
+    carried: usize,
+}
+
+impl LaneV2<'_> {
+    fn serve(mut self) -> Result<std::convert::Infallible, LaneEnd> {
+        loop {
+            let mut header = self.carry;
+            recv_exact(self.stream, &mut header[self.carried..])?;
+            self.carried = 0;
+            let header = FrameHeader::decode(&header, limits::REQUEST_MAX_BYTES)
+                .map_err(|e| format!("the peer sent garbage: {e}"))?;
+            match header.kind {
+                FrameKind::Data => self.take_data(header)?,
+                FrameKind::Error => self.take_error(header)?,
+                FrameKind::StoreChanged => {
+                    let payload = self.payload(header)?;
+                    let welcome = Welcome::decode(&payload).map_err(|e| e.to_string())?;
+                    tracing::info!(epoch = welcome.epoch, "the peer's store changed");
+                    self.welcome = welcome;
+                    self.attempt.content_changed(&welcome);
+                }
+                FrameKind::Ping => {
+                    let payload = self.payload(header)?;
+                    if payload.len() > 64 {
+                        return Err("the peer sent a ping of more than 64 bytes".into());
+                    }
+                    let lane = &self.attempt.lanes[self.index];
+                    let mut unsent = lock(&lane.unsent);
+                    frame::push_frame(&mut unsent, FrameKind::Pong, header.id, &payload);
+                    lane.flush(&mut unsent);
+                }
+                FrameKind::Pong => drop(self.payload(header)?),
+                FrameKind::Goodbye => return Err("the peer said goodbye".into()),
+                other => return Err(format!("the peer sent an unexpected {other:?} frame")),
+            }
+        }
+    }
+
+    fn take_data(&mut self, header: FrameHeader) -> Result<(), LaneEnd> {
+        let mut read = self.attempt.next_posted(self.index, Some(header.id))?;
+        if u64::from(header.payload_bytes) != read.bytes() {
+            let why = format!(
+                "the peer sent {} bytes where {} were asked for",
+                header.payload_bytes,
+                read.bytes()
+            );
+            self.attempt
+                .complete(self.index, read, Err(ReadError::Flushed));
+            return Err(why);
+        }
+        match self
+            .attempt
+            .receive(self.stream, &mut read, Some(&mut self.carry))
+        {
+            Ok((landed, surplus)) => {
+                self.carried = surplus;
+                self.attempt.complete(self.index, read, landed);
+                Ok(())
+            }
+            Err(why) => {
+                self.attempt
+                    .complete(self.index, read, Err(ReadError::Flushed));
+                Err(why)
+            }
+        }
+    }
+
+    fn take_error(&mut self, header: FrameHeader) -> Result<(), LaneEnd> {
+        let payload = self.payload(header)?;
+        let error = ErrorFrame::decode(&payload).map_err(|e| e.to_string())?;
+        let is_ours = lock(&self.attempt.lanes[self.index].queue)
+            .posted
+            .front()
+            .is_some_and(|(id, _)| *id == header.id);
+        // An error without a READ concerns the connection. (READ 0 may be refused as well: then
+        // it is the one posted.)
+        if !is_ours || matches!(error.code, ErrorCode::ShuttingDown | ErrorCode::BadFrame) {
+            return Err(format!("peer: {} ({:?})", error.message, error.code));
+        }
+        let read = self.attempt.next_posted(self.index, Some(header.id))?;
+        let result = match error.code {
+            ErrorCode::StoreChanged => ReadError::ContentChanged,
+            ErrorCode::NoSuchLayer
+            | ErrorCode::NoSuchExpert
+            | ErrorCode::IdentityExpert
+            | ErrorCode::BadRange => ReadError::Refused(error.message),
+            _ => ReadError::Unavailable(error.message),
+        };
+        self.attempt.complete(self.index, read, Err(result));
+        Ok(())
+    }
+
+    fn payload(&self, header: FrameHeader) -> Result<Vec<u8>, LaneEnd> {
+        let mut payload = vec![0; header.payload_bytes as usize];
+        recv_exact(self.stream, &mut payload)?;
+        Ok(payload)
+    }
+}
+
+fn recv_exact(mut stream: &TcpStream, buffer: &mut [u8]) -> Result<(), LaneEnd> {
+    use std::io::Read as _;
+    stream.read_exact(buffer).map_err(|e| match e.kind() {
+        io::ErrorKind::UnexpectedEof => "the peer closed the connection".to_owned(),
+        _ => format!("connection lost: {e}"),
+    })
+}
+
+/// v1 has no content id: its manifest is all there is to tell one store from another.
+pub(crate) fn v1_tag(manifest: &Manifest) -> ContentTag {
+    let text = serde_json::to_vec(manifest).expect("a manifest is plain data");
+    ContentTag {
+        id: xxh3_128(&text),
+        instance: None,
+    }
+}
+
+fn check_v1_header(read: &Read, manifest: &Manifest) -> Result<(), String> {
+    let mut header = [0u8; 28];
+    if read.range.len() < header.len() {
+        return Err("record without a header".into());
+    }
+    read.range.copy_out(0, &mut header);
+    let word = |i: usize| u32::from_le_bytes(header[i * 4..i * 4 + 4].try_into().expect("4 bytes"));
+    if word(0) != v1::RECORD_MAGIC || word(1) != 1 {
+        return Err(format!(
+            "record header has magic {:#x} version {}, expected {:#x} version 1",
+            word(0),
+            word(1),
+            v1::RECORD_MAGIC
+        ));
+    }
+    let got = Key::new(word(2), word(3));
+    if got != read.key {
+        return Err(format!("the peer answered with {got}"));
+    }
+    let geometry = (word(4), word(5), word(6));
+    let want = (manifest.inter, manifest.hidden, manifest.group_size);
+    if geometry != want {
+        return Err(format!(
+            "record of inter, hidden, group {geometry:?}, the manifest says {want:?}"
+        ));
+    }
+    Ok(())
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

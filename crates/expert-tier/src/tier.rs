@@ -1,0 +1,393 @@
+//! The tiers that callers use: [`RdmaTier`] over a peer, [`PosixTier`] over a store on this machine.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use expert_arena::{ArenaBuilder, ExpertArena, SlotId};
+use expert_store::info::{StoreInfo, hex128};
+use expert_store::Store;
+use expert_wire::Key;
+use expert_wire::client::{Outcome, Protocol};
+
+use crate::config::{Deadline, EngineConfig, Verify};
+use crate::control::Control;
+use crate::core::{Core, Pending};
+use crate::driver::Driver;
+use crate::error::TierError;
+use crate::notify::Notifier;
+use crate::rail::Rail;
+use crate::rails::local::LocalRail;
+use crate::rails::socket;
+use crate::rails::tcp::{TcpConfig, TcpRail, v1_tag};
+use crate::record::Record;
+use crate::stats::TierStats;
+use crate::view::View;
+
+/// What a tier reads from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TierKind {
+    /// A peer.
+    Rdma,
+    /// Files, plainly.
+    Posix,
+}
+
+/// Brings expert records into an arena.
+pub trait ExpertTier: Send + Sync {
+    /// Fetches one record into a slot and returns when it is there, verified.
+    ///
+    /// *Shapes and units*: `stream` 0 means "done when the call returns"; other values are refused.
+    /// The slot must be free, or hold a record that nobody leases.
+    ///
+    /// *Errors*: see [`TierError`]; the slot is then free again, or will be as soon as no rail can
+    /// write to it any more. Nothing partial is ever readable.
+    fn fetch(&self, key: Key, slot: SlotId, stream: u64) -> Result<Record, TierError>;
+
+    /// Fetches several records side by side; results are in the order of the batch.
+    ///
+    /// *Errors*: the outer one where nothing was begun (a key that does not exist, a slot in use,
+    /// back-pressure); single records fail alone.
+    fn fetch_many(
+        &self,
+        batch: &[(Key, SlotId)],
+        stream: u64,
+    ) -> Result<Vec<Result<Record, TierError>>, TierError>;
+
+    /// What it reads from.
+    fn kind(&self) -> TierKind;
+
+    /// Whether at least one path works now.
+    fn healthy(&self) -> bool;
+}
+
+/// How a tier is made; each method replaces a default.
+#[derive(Debug)]
+pub struct TierBuilder {
+    engine: EngineConfig,
+    verify: Verify,
+    deadline: Deadline,
+    streams: u32,
+    protocol: Protocol,
+    expect_content_id: Option<u128>,
+    connect_timeout: Duration,
+    stall: Duration,
+}
+
+impl Default for TierBuilder {
+    fn default() -> Self {
+        Self {
+            engine: EngineConfig::default(),
+            verify: Verify::default(),
+            deadline: Deadline::default(),
+            streams: 1,
+            protocol: Protocol::Best,
+            expect_content_id: None,
+            connect_timeout: Duration::from_secs(5),
+            // TCP repeats a lost segment after 200 ms at the earliest, and again after 400: only
+            // a pause beyond both says that the path is dead. (A queue pair is judged at 200 ms.)
+            stall: Duration::from_secs(1),
+        }
+    }
+}
+
+impl TierBuilder {
+    /// All defaults.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Settings of the engine.
+    pub fn engine(mut self, engine: EngineConfig) -> Self {
+        self.engine = engine;
+        self
+    }
+
+    /// When checksums are compared.
+    pub fn verify(mut self, verify: Verify) -> Self {
+        self.verify = verify;
+        self
+    }
+
+    /// How long a request may take where the call does not say.
+    pub fn deadline(mut self, deadline: Deadline) -> Self {
+        self.deadline = deadline;
+        self
+    }
+
+    /// TCP connections (or reader threads) side by side, 1 to 64.
+    pub fn streams(mut self, streams: u32) -> Self {
+        self.streams = streams;
+        self
+    }
+
+    /// Protocol version to insist on.
+    pub fn protocol(mut self, protocol: Protocol) -> Self {
+        self.protocol = protocol;
+        self
+    }
+
+    /// The model to insist on; also after the peer changed its store.
+    pub fn expect_content_id(mut self, id: Option<u128>) -> Self {
+        self.expect_content_id = id;
+        self
+    }
+
+    /// Time for a connection and its handshake.
+    pub fn connect_timeout(mut self, timeout: Duration) -> Self {
+        self.connect_timeout = timeout;
+        self
+    }
+
+    /// Pause of a TCP rail with READs posted after which it is torn down and made anew.
+    pub fn stall(mut self, stall: Duration) -> Self {
+        self.stall = stall;
+        self
+    }
+
+    /// Asks a peer what it serves, without an arena: for sizing one.
+    pub fn describe(&self, addr: &str) -> Result<StoreInfo, TierError> {
+        let limit = Instant::now() + self.connect_timeout;
+        Ok(self.meet(addr, limit)?.view.info)
+    }
+
+    /// Connects to a peer over TCP, with records landing in `arena`.
+    ///
+    /// *Errors*: [`TierError::Connect`], [`TierError::Handshake`], [`TierError::Catalogue`],
+    /// [`TierError::OtherContent`], each within the connect time-out.
+    pub fn connect(self, addr: &str, arena: Arc<ExpertArena>) -> Result<RdmaTier, TierError> {
+        let limit = Instant::now() + self.connect_timeout;
+        if self.streams == 0 || self.streams > expert_wire::limits::STREAMS_MAX {
+            return Err(TierError::Config(format!(
+                "{} streams, the limits are 1 and {}",
+                self.streams,
+                expert_wire::limits::STREAMS_MAX
+            )));
+        }
+        let Met { view, control, v1 } = self.meet(addr, limit)?;
+        let notifier = Arc::new(Notifier::new().map_err(no_resources)?);
+        let rail = TcpRail::new(
+            TcpConfig {
+                addr: addr.to_owned(),
+                streams: self.streams,
+                protocol: self.protocol,
+                v1,
+                client_id: rand::random(),
+                connect_timeout: self.connect_timeout,
+                stall: self.stall,
+            },
+            notifier.clone(),
+        );
+        let rails: Vec<Box<dyn Rail>> = vec![Box::new(rail)];
+        let driver = Driver::start("rdma-tier", self.engine.clone(), rails, notifier)
+            .map_err(no_resources)?;
+        driver
+            .wait_healthy(limit)
+            .map_err(|why| TierError::Connect {
+                addr: addr.to_owned(),
+                why,
+            })?;
+        let expect = self.expect_content_id;
+        let refresh = move |limit| {
+            let view = match v1 {
+                true => match control.hello(Protocol::V1, limit)? {
+                    Outcome::V1(manifest) => {
+                        let tag = v1_tag(&manifest);
+                        View::of_v1(manifest, tag)
+                    }
+                    Outcome::V2(_) => unreachable!("v1 was insisted on"),
+                },
+                false => View::of_peer(&control, limit)?,
+            };
+            check_content(&view, expect)?;
+            Ok(view)
+        };
+        Ok(RdmaTier {
+            core: Core::new(
+                driver,
+                view,
+                Box::new(refresh),
+                self.verify,
+                self.deadline,
+                arena,
+            ),
+        })
+    }
+
+    /// Reads a store on this machine, with records landing in `arena`.
+    ///
+    /// *Errors*: [`TierError::OtherContent`], no threads.
+    pub fn open_posix(
+        self,
+        store: Arc<Store>,
+        arena: Arc<ExpertArena>,
+    ) -> Result<PosixTier, TierError> {
+        let view = View::of_store(&store);
+        check_content(&view, self.expect_content_id)?;
+        let notifier = Arc::new(Notifier::new().map_err(no_resources)?);
+        let rail = LocalRail::new(store.clone(), view.tag, self.streams, notifier.clone())
+            .map_err(no_resources)?;
+        let driver = Driver::start("posix-tier", self.engine, vec![Box::new(rail)], notifier)
+            .map_err(no_resources)?;
+        driver
+            .wait_healthy(Instant::now() + self.connect_timeout)
+            .map_err(TierError::Config)?;
+        let refresh = move |_| Ok(View::of_store(&store));
+        Ok(PosixTier {
+            core: Core::new(
+                driver,
+                view,
+                Box::new(refresh),
+                self.verify,
+                self.deadline,
+                arena,
+            ),
+        })
+    }
+
+    fn meet(&self, addr: &str, limit: Instant) -> Result<Met, TierError> {
+        socket::check_addr(addr)?;
+        let control = Arc::new(Control::new(addr, rand::random(), self.connect_timeout));
+        let (view, v1) = match control.hello(self.protocol, limit)? {
+            Outcome::V1(manifest) => {
+                let tag = v1_tag(&manifest);
+                (View::of_v1(manifest, tag), true)
+            }
+            Outcome::V2(_) => (View::of_peer(&control, limit)?, false),
+        };
+        check_content(&view, self.expect_content_id)?;
+        if !view.has_checksums {
+            tracing::warn!(
+                %addr,
+                "the peer has no checksums for this store: bytes are not verified (index the store to have them)"
+            );
+        }
+        Ok(Met { view, control, v1 })
+    }
+}
+
+struct Met {
+    view: View,
+    control: Arc<Control>,
+    v1: bool,
+}
+
+fn check_content(view: &View, expect: Option<u128>) -> Result<(), TierError> {
+    match expect {
+        Some(want) if view.info.content_id != Some(hex128(want)) => Err(TierError::OtherContent {
+            got: view
+                .info
+                .content_id
+                .clone()
+                .unwrap_or_else(|| "none (no checksums)".into()),
+            want: hex128(want),
+        }),
+        _ => Ok(()),
+    }
+}
+
+fn no_resources(e: std::io::Error) -> TierError {
+    TierError::Config(format!("no thread or descriptor for the tier: {e}"))
+}
+
+/// Fetches from a peer. *Drop order*: rails, then the arena (see `core`).
+pub struct RdmaTier {
+    core: Core,
+}
+
+/// Reads a store on this machine with plain reads: the oracle.
+pub struct PosixTier {
+    core: Core,
+}
+
+impl RdmaTier {
+    /// Connects with defaults and an arena of its own: `num_slabs` slabs of `slots_per_slab` slots,
+    /// each with room for the largest record of the peer.
+    ///
+    /// *Errors*: as [`TierBuilder::connect`]; the arena's; `use_verbs` is refused in this version.
+    pub fn connect(
+        addr: &str,
+        num_slabs: u32,
+        slots_per_slab: u32,
+        use_verbs: bool,
+    ) -> Result<Self, TierError> {
+        if use_verbs {
+            return Err(TierError::Config(
+                "this version has no verbs rails yet; use TCP (use_verbs = false, --expert-backend rdma)".into(),
+            ));
+        }
+        let builder = TierBuilder::new();
+        let info = builder.describe(addr)?;
+        let stride = largest_image_bytes(&info);
+        let mut arena = ArenaBuilder::new();
+        for _ in 0..num_slabs {
+            arena = arena.slab(slots_per_slab, stride as usize);
+        }
+        builder.connect(addr, Arc::new(arena.build()?))
+    }
+}
+
+/// Bytes that a slot needs to hold any record of a store.
+pub fn largest_image_bytes(info: &StoreInfo) -> u64 {
+    info.layers.iter().map(|l| l.image_bytes_max).max().unwrap_or(0)
+}
+
+macro_rules! tier {
+    ($name:ident, $kind:expr) => {
+        impl $name {
+            /// Where records land.
+            pub fn arena(&self) -> &Arc<ExpertArena> {
+                self.core.arena()
+            }
+
+            /// What is there to fetch, as far as known at the last call.
+            pub fn info(&self) -> StoreInfo {
+                self.core.info()
+            }
+
+            /// The numbers so far.
+            pub fn stats(&self) -> TierStats {
+                self.core.stats()
+            }
+
+            /// Begins a batch and returns at once; `time` replaces the default deadline.
+            ///
+            /// *Errors*: as [`ExpertTier::fetch_many`].
+            pub fn submit(
+                &self,
+                batch: &[(Key, SlotId)],
+                time: Option<Duration>,
+            ) -> Result<Pending<'_>, TierError> {
+                self.core.submit(batch, time)
+            }
+        }
+
+        impl ExpertTier for $name {
+            fn fetch(&self, key: Key, slot: SlotId, stream: u64) -> Result<Record, TierError> {
+                let mut records = self.fetch_many(&[(key, slot)], stream)?;
+                records.pop().expect("one record was asked for")
+            }
+
+            fn fetch_many(
+                &self,
+                batch: &[(Key, SlotId)],
+                stream: u64,
+            ) -> Result<Vec<Result<Record, TierError>>, TierError> {
+                if stream != 0 {
+                    return Err(TierError::UnsupportedStream { stream });
+                }
+                Ok(self.core.submit(batch, None)?.wait()?.0)
+            }
+
+            fn kind(&self) -> TierKind {
+                $kind
+            }
+
+            fn healthy(&self) -> bool {
+                self.core.is_healthy()
+            }
+        }
+    };
+}
+
+tier!(RdmaTier, TierKind::Rdma);
+tier!(PosixTier, TierKind::Posix);

@@ -1,0 +1,267 @@
+//! What a tier knows of the content that its rails fetch: the description of the store, and its
+//! layers as they are needed.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use expert_store::catalogue::{
+    Class, Container, Layer, Leaf, Records, Role, StackClass, Stacking, Transform, stack_id,
+};
+use expert_store::codec;
+use expert_store::info::{LayerInfo, StoreInfo, StoreKind, hex128, parse_hex128};
+use expert_store::{Dtype, Store};
+use expert_wire::frame::FrameKind;
+use expert_wire::message::{CatalogueRequest, SECTION_CHECKSUMS};
+use expert_wire::v1::Manifest;
+use expert_wire::{Key, limits};
+
+use crate::control::Control;
+use crate::error::TierError;
+use crate::rail::ContentTag;
+
+/// One content and what is known of it. Immutable but for the cache of layers.
+pub(crate) struct View {
+    pub(crate) tag: ContentTag,
+    pub(crate) info: StoreInfo,
+    /// Whether every chunk has a checksum.
+    pub(crate) has_checksums: bool,
+    source: Source,
+    layers: Mutex<HashMap<u32, Arc<Layer>>>,
+}
+
+enum Source {
+    Peer(Arc<Control>),
+    Store(Arc<Store>),
+    V1(Box<Manifest>),
+}
+
+impl View {
+    /// Asks a v2 peer for the description of its store.
+    ///
+    /// *Errors*: connection, or a description that does not hold together.
+    pub(crate) fn of_peer(control: &Arc<Control>, limit: Instant) -> Result<Self, TierError> {
+        let unsound = |why: String| TierError::Catalogue {
+            addr: control.addr().to_owned(),
+            why,
+        };
+        let (json, welcome) =
+            control.ask(FrameKind::StoreInfo, &[], FrameKind::StoreInfoReply, limit)?;
+        let info: StoreInfo = serde_json::from_slice(&json).map_err(|e| unsound(e.to_string()))?;
+        check_info(&info).map_err(unsound)?;
+        let id = match &info.content_id {
+            Some(id) => Some(parse_hex128(id).map_err(unsound)?),
+            None => None,
+        };
+        if id != welcome.content_id || info.layout_id != hex128(welcome.layout_id) {
+            return Err(unsound(
+                "its description and its greeting name different content".into(),
+            ));
+        }
+        Ok(Self {
+            tag: ContentTag::of(&welcome),
+            has_checksums: id.is_some(),
+            info,
+            source: Source::Peer(control.clone()),
+            layers: Mutex::default(),
+        })
+    }
+
+    /// A store on this machine.
+    pub(crate) fn of_store(store: &Arc<Store>) -> Self {
+        Self {
+            tag: ContentTag {
+                id: store.content_id().unwrap_or_else(|| store.layout_id()),
+                instance: None,
+            },
+            has_checksums: store.content_id().is_some(),
+            info: store.info().clone(),
+            source: Source::Store(store.clone()),
+            layers: Mutex::default(),
+        }
+    }
+
+    /// What a v1 manifest says.
+    pub(crate) fn of_v1(manifest: Box<Manifest>, tag: ContentTag) -> Self {
+        let layers = manifest
+            .moe_layer_to_model_layer
+            .iter()
+            .enumerate()
+            .map(|(layer, &model_layer)| LayerInfo {
+                layer: layer as u32,
+                model_layer,
+                num_experts: manifest.num_experts,
+                identity_experts: 0,
+                experts: vec![[0, manifest.num_experts]],
+                image_bytes_max: manifest.record_stride,
+                id: hex128(0),
+            })
+            .collect();
+        Self {
+            tag,
+            has_checksums: false,
+            info: StoreInfo {
+                kind: StoreKind::V1,
+                stack: "v1".into(),
+                class: StackClass::Trunk,
+                container: Container::V1,
+                generation: 1,
+                content_id: None,
+                layout_id: hex128(tag.id),
+                layers,
+            },
+            source: Source::V1(manifest),
+            layers: Mutex::default(),
+        }
+    }
+
+    /// Finds a record: its layer and its position there.
+    ///
+    /// *Errors*: [`TierError::NoSuchRecord`], [`TierError::IdentityExpert`], or trouble in getting
+    /// the layer's catalogue.
+    pub(crate) fn find(&self, key: Key, limit: Instant) -> Result<(Arc<Layer>, usize), TierError> {
+        let layer = self.layer(key, limit)?;
+        if let Some(position) = layer.position(key.expert) {
+            return Ok((layer, position));
+        }
+        let all = layer.num_experts;
+        if (all..all.saturating_add(layer.identity_experts)).contains(&key.expert) {
+            return Err(TierError::IdentityExpert { key });
+        }
+        let why = match key.expert < all {
+            true => format!(
+                "this store holds {} of the layer's {all} experts, and not this one",
+                layer.experts.len()
+            ),
+            false => format!("the layer has experts 0 to {}", all - 1),
+        };
+        Err(TierError::NoSuchRecord { key, why })
+    }
+
+    fn layer(&self, key: Key, limit: Instant) -> Result<Arc<Layer>, TierError> {
+        let mut cache = self.layers.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(layer) = cache.get(&key.layer) {
+            return Ok(layer.clone());
+        }
+        let Some(info) = self.info.layers.iter().find(|l| l.layer == key.layer) else {
+            return Err(TierError::NoSuchRecord {
+                key,
+                why: describe_layers(&self.info),
+            });
+        };
+        let layer = Arc::new(match &self.source {
+            Source::Store(store) => store
+                .catalogue()
+                .layer(key.layer)
+                .cloned()
+                .ok_or_else(|| TierError::NoSuchRecord {
+                    key,
+                    why: describe_layers(&self.info),
+                })?,
+            Source::V1(manifest) => v1_layer(manifest, info).map_err(TierError::Config)?,
+            Source::Peer(control) => self.load(control, info, limit)?,
+        });
+        cache.insert(key.layer, layer.clone());
+        Ok(layer)
+    }
+
+    fn load(&self, control: &Control, info: &LayerInfo, limit: Instant) -> Result<Layer, TierError> {
+        let unsound = |why: String| TierError::Catalogue {
+            addr: control.addr().to_owned(),
+            why: format!("layer {}: {why}", info.layer),
+        };
+        let request = CatalogueRequest {
+            layer: info.layer,
+            sections: SECTION_CHECKSUMS,
+        };
+        let (blob, _) = control.ask(
+            FrameKind::Catalogue,
+            &request.encode(),
+            FrameKind::CatalogueReply,
+            limit,
+        )?;
+        let layer = codec::decode_layer(&blob).map_err(unsound)?;
+        let got = LayerInfo::of(&layer);
+        if got != *info {
+            return Err(unsound(
+                "its catalogue does not fit the content id; the peer's store was damaged or changed".into(),
+            ));
+        }
+        if layer.checksums.is_some() != self.has_checksums {
+            return Err(unsound("checksums are missing".into()));
+        }
+        Ok(layer)
+    }
+}
+
+/// A description from outside: bounded, ascending, and its ids add up to the content id.
+fn check_info(info: &StoreInfo) -> Result<(), String> {
+    if info.layers.is_empty() || info.layers.len() > limits::LAYERS_MAX as usize {
+        return Err(format!(
+            "{} layers, the limits are 1 and {}",
+            info.layers.len(),
+            limits::LAYERS_MAX
+        ));
+    }
+    if !info.layers.windows(2).all(|w| w[0].layer < w[1].layer) {
+        return Err("layers do not ascend".into());
+    }
+    let mut ids = Vec::with_capacity(info.layers.len());
+    for layer in &info.layers {
+        codec::from_ranges(&layer.experts, limits::EXPERTS_MAX)?;
+        if layer.image_bytes_max > expert_store::catalogue::IMAGE_MAX_BYTES {
+            return Err(format!("a record image of {} bytes", layer.image_bytes_max));
+        }
+        ids.push((layer.layer, parse_hex128(&layer.id)?));
+    }
+    let id = hex128(stack_id(&info.stack, ids.into_iter()));
+    let want = info.content_id.as_ref().unwrap_or(&info.layout_id);
+    // A v1 store's description follows the same rule: its layers are hashed alike.
+    if id != *want {
+        return Err(format!("its layers make content id {id}, it says {want}"));
+    }
+    Ok(())
+}
+
+fn describe_layers(info: &StoreInfo) -> String {
+    let first = info.layers.first().map_or(0, |l| l.layer);
+    let last = info.layers.last().map_or(0, |l| l.layer);
+    format!(
+        "the store holds {} layers between {first} and {last}",
+        info.layers.len()
+    )
+}
+
+/// The catalogue's form of a v1 layer: one opaque leaf, the record as stored.
+fn v1_layer(manifest: &Manifest, info: &LayerInfo) -> Result<Layer, String> {
+    let class = Class::layout(vec![Leaf {
+        role: Role::Other,
+        leaf: "v1-record".into(),
+        name: format!("v1.layers.{}.experts.{{}}", info.model_layer),
+        stacking: Stacking::PerExpert,
+        dtype: Dtype::from_name("U8").expect("in the table"),
+        shape: vec![manifest.record_stride],
+        source_dim0: 0,
+        image_offset: 0,
+        bytes: manifest.record_stride,
+        transform: Transform::None,
+    }])?;
+    if class.image_bytes != manifest.record_stride {
+        return Err(format!(
+            "record stride {} of the v1 peer is no multiple of 256",
+            manifest.record_stride
+        ));
+    }
+    Layer::new(
+        info.layer,
+        info.model_layer,
+        info.num_experts,
+        0,
+        vec![class],
+        (0..info.num_experts).collect(),
+        vec![],
+        Records::Remote,
+        None,
+        vec![],
+    )
+}

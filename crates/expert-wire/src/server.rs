@@ -1,0 +1,692 @@
+//! The server's side of a session, without I/O: bytes in, events and bytes out.
+//!
+//! The driver owns the socket and the clock. It sends [`ServerSession::output`], reads into
+//! [`ServerSession::space`] and then calls [`ServerSession::poll_event`] until it yields nothing.
+//! Requests come out as [`Event`]s; answers other than DATA go back in through
+//! [`ServerSession::reply`] and [`ServerSession::reply_error`]. DATA and v1 records never pass
+//! through here: the driver sends them straight from the file, after it has flushed the output.
+//!
+//! *Invariant*: at most [`INPUT_MAX_BYTES`] are buffered, whatever arrives, and the events do not
+//! depend on how the bytes were cut into pieces.
+
+use thiserror::Error;
+
+use crate::frame::{self, FrameHeader, FrameKind, HEADER_BYTES};
+use crate::message::{
+    CatalogueRequest, ChecksumReport, ClientHello, ErrorCode, ErrorFrame, ReadRequest, ServerHello,
+    VERSION, Welcome,
+};
+use crate::v1::{self, Greeting, V2Offer};
+use crate::{Key, WireError, limits};
+
+/// Most bytes of a client that a session holds: one largest frame.
+pub const INPUT_MAX_BYTES: usize = HEADER_BYTES + limits::REQUEST_MAX_BYTES as usize;
+/// Input buffer of a new session: about two hundred pipelined READ requests.
+const INPUT_START_BYTES: usize = 8 << 10;
+/// Largest payload before the handshake is done: a stranger gets no more memory than its hello needs.
+const HELLO_MAX_BYTES: u32 = 256;
+/// Largest payload of a ping.
+const PING_MAX_BYTES: u32 = 64;
+
+/// What a client asked for, or that its session is over.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Event {
+    /// The client chose the v1 TCP loop; its handshake is done.
+    V1Start,
+    /// v1: answer with a status byte and, if it is [`v1::STATUS_OK`], the record.
+    V1Read(Key),
+    /// v1: the client ended the session.
+    V1End,
+    /// v2: answer with [`ServerSession::accept`] or [`ServerSession::refuse`]; nothing else comes
+    /// before that.
+    Hello(ClientHello),
+    /// v2: answer with a `StoreInfoReply`.
+    StoreInfo {
+        /// Goes into the answer.
+        id: u64,
+    },
+    /// v2: answer with a `CatalogueReply`.
+    Catalogue {
+        /// Goes into the answer.
+        id: u64,
+        /// What is asked for.
+        request: CatalogueRequest,
+    },
+    /// v2: answer with a DATA frame of exactly the bytes asked for. Neither key nor range nor
+    /// epoch has been checked.
+    Read {
+        /// Goes into the answer.
+        id: u64,
+        /// What is asked for.
+        request: ReadRequest,
+    },
+    /// v2: look at the file below; there is no answer.
+    ChecksumReport(ChecksumReport),
+    /// v2: the client ended the session.
+    Goodbye,
+    /// v2: the client ended the session and said why.
+    ClientError(ErrorFrame),
+    /// The session cannot go on; send what is left of the output and close.
+    Closed(CloseReason),
+}
+
+/// Why the server ends a session.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum CloseReason {
+    /// Mode byte 1.
+    #[error("the client asked for verbs (mode byte 1), which this peer does not serve")]
+    VerbsUnsupported,
+    /// Mode byte 0 where there is no v1 manifest.
+    #[error("the client asked for the v1 TCP mode, which this store cannot serve")]
+    V1Unavailable,
+    /// Another mode byte.
+    #[error("unknown mode byte {0}")]
+    UnknownMode(u8),
+    /// No common version.
+    #[error("the client speaks versions {min} to {max}, this peer speaks {VERSION}")]
+    Version {
+        /// Lowest version of the client.
+        min: u16,
+        /// Highest version of the client.
+        max: u16,
+    },
+    /// A frame that cannot be read.
+    #[error(transparent)]
+    BadFrame(#[from] WireError),
+    /// A frame that a client does not send, or not now.
+    #[error("a frame of kind {0:?} is not expected now")]
+    UnexpectedFrame(FrameKind),
+    /// A request whose id is that of notices.
+    #[error("request id 0 is reserved")]
+    ZeroId,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// Waits for the mode byte.
+    Mode,
+    /// In the v1 TCP loop.
+    V1,
+    /// Waits for the client's hello.
+    Hello,
+    /// Waits for the driver's answer to the hello.
+    Accepting {
+        id: u64,
+    },
+    /// v2 requests.
+    Open,
+    Closed,
+}
+
+/// The state of one connection.
+#[derive(Debug)]
+pub struct ServerSession {
+    state: State,
+    serves_v1: bool,
+    is_v2: bool,
+    input: Vec<u8>,
+    start: usize,
+    end: usize,
+    output: Vec<u8>,
+}
+
+/// The first message to a connection that is refused at once, e.g. for `busy`.
+///
+/// v1 clients find none of their keys in it, v2 clients the reason.
+pub fn refusal(instance_id: u64, reason: &str) -> Vec<u8> {
+    Greeting {
+        manifest: None,
+        v2: Some(V2Offer {
+            versions: vec![VERSION],
+            instance_id,
+            capabilities: Vec::new(),
+            refused: Some(reason.to_owned()),
+        }),
+    }
+    .encode()
+}
+
+impl ServerSession {
+    /// A session whose greeting is in the output. The v1 mode is open iff the greeting has a manifest.
+    pub fn new(greeting: &Greeting) -> Self {
+        Self {
+            state: State::Mode,
+            serves_v1: greeting.manifest.is_some(),
+            is_v2: false,
+            input: vec![0; INPUT_START_BYTES],
+            start: 0,
+            end: 0,
+            output: greeting.encode(),
+        }
+    }
+
+    /// Where to put the next bytes of the client. Not empty after [`Self::poll_event`] yielded
+    /// `None`, except where the session is closed or waits for [`Self::accept`].
+    pub fn space(&mut self) -> &mut [u8] {
+        if self.state == State::Closed {
+            return &mut [];
+        }
+        if self.start == self.end {
+            self.start = 0;
+            self.end = 0;
+        } else if self.start > 0 && self.end == self.input.len() {
+            self.input.copy_within(self.start..self.end, 0);
+            self.end -= self.start;
+            self.start = 0;
+        }
+        &mut self.input[self.end..]
+    }
+
+    /// Says that the first `bytes` bytes of [`Self::space`] are the client's.
+    pub fn filled(&mut self, bytes: usize) {
+        self.end = self.end.saturating_add(bytes).min(self.input.len());
+    }
+
+    /// Takes as many of `bytes` as fit and says how many those are.
+    pub fn feed(&mut self, bytes: &[u8]) -> usize {
+        let space = self.space();
+        let n = bytes.len().min(space.len());
+        space[..n].copy_from_slice(&bytes[..n]);
+        self.filled(n);
+        n
+    }
+
+    /// Bytes to send before anything else; the driver removes what it has sent.
+    pub fn output(&mut self) -> &mut Vec<u8> {
+        &mut self.output
+    }
+
+    /// Bytes of a message that has not arrived whole.
+    pub fn partial_bytes(&self) -> usize {
+        self.end - self.start
+    }
+
+    /// Bytes of memory that the input takes.
+    pub fn input_capacity_bytes(&self) -> usize {
+        self.input.len()
+    }
+
+    /// Whether the client has shown what it is: time-outs of the handshake end here.
+    pub fn handshake_done(&self) -> bool {
+        matches!(self.state, State::V1 | State::Open)
+    }
+
+    /// Whether the client chose v2, so that it understands error frames.
+    pub fn is_v2(&self) -> bool {
+        self.is_v2
+    }
+
+    /// Whether the session is over.
+    pub fn is_closed(&self) -> bool {
+        self.state == State::Closed
+    }
+
+    /// The next request, `None` where more bytes are needed (or [`Self::accept`]).
+    ///
+    /// Pings are answered here: their answers are in the output afterwards.
+    pub fn poll_event(&mut self) -> Option<Event> {
+        loop {
+            let event = match self.state {
+                State::Closed | State::Accepting { .. } => return None,
+                State::Mode => {
+                    let [mode] = self.take_array()?;
+                    self.mode(mode)
+                }
+                State::V1 => {
+                    let request = self.take_array()?;
+                    match v1::decode_request(request) {
+                        Some(key) => Ok(Some(Event::V1Read(key))),
+                        None => {
+                            self.state = State::Closed;
+                            Ok(Some(Event::V1End))
+                        }
+                    }
+                }
+                State::Hello | State::Open => match self.take_frame() {
+                    Ok(None) => return None,
+                    Ok(Some((header, payload))) => self.frame(header, payload),
+                    Err(reason) => Err(reason),
+                },
+            };
+            match event {
+                Ok(Some(event)) => return Some(event),
+                Ok(None) => {}
+                Err(reason) => return Some(self.fail(reason)),
+            }
+        }
+    }
+
+    /// Answers the hello: the handshake is done.
+    pub fn accept(&mut self, welcome: &Welcome) {
+        let State::Accepting { id } = self.state else {
+            return;
+        };
+        let hello = ServerHello {
+            version: VERSION,
+            auth: 0,
+            instance_id: welcome.instance_id,
+        };
+        self.reply(FrameKind::ServerHello, id, &hello.encode());
+        self.reply(FrameKind::Welcome, id, &welcome.encode());
+        self.state = State::Open;
+    }
+
+    /// Ends the session; a v2 client is told why.
+    pub fn refuse(&mut self, code: ErrorCode, message: impl Into<String>) {
+        if self.is_v2 && self.state != State::Closed {
+            self.reply_error(0, code, message);
+        }
+        self.state = State::Closed;
+    }
+
+    /// Queues an answer. The payload is at most [`limits::FRAME_MAX_BYTES`] long.
+    pub fn reply(&mut self, kind: FrameKind, id: u64, payload: &[u8]) {
+        if self.state != State::Closed {
+            frame::push_frame(&mut self.output, kind, id, payload);
+        }
+    }
+
+    /// Queues a typed refusal of request `id`.
+    pub fn reply_error(&mut self, id: u64, code: ErrorCode, message: impl Into<String>) {
+        let error = ErrorFrame::new(code, message);
+        self.reply(FrameKind::Error, id, &error.encode());
+    }
+
+    /// Queues the notice that the store is another one now; nothing before the handshake is done.
+    pub fn notify_changed(&mut self, welcome: &Welcome) {
+        if self.state == State::Open {
+            self.reply(FrameKind::StoreChanged, 0, &welcome.encode());
+        }
+    }
+
+    fn mode(&mut self, mode: u8) -> Result<Option<Event>, CloseReason> {
+        match mode {
+            v1::MODE_TCP if self.serves_v1 => {
+                self.state = State::V1;
+                Ok(Some(Event::V1Start))
+            }
+            v1::MODE_TCP => Err(CloseReason::V1Unavailable),
+            v1::MODE_VERBS => Err(CloseReason::VerbsUnsupported),
+            v1::MODE_V2 => {
+                self.is_v2 = true;
+                self.state = State::Hello;
+                Ok(None)
+            }
+            other => Err(CloseReason::UnknownMode(other)),
+        }
+    }
+
+    fn frame(
+        &mut self,
+        header: FrameHeader,
+        payload: (usize, usize),
+    ) -> Result<Option<Event>, CloseReason> {
+        let id = header.id;
+        let payload = &self.input[payload.0..payload.1];
+        Ok(match header.kind {
+            FrameKind::ClientHello => {
+                let hello = ClientHello::decode(payload)?;
+                let (min, max) = (hello.version_min, hello.version_max);
+                if !(min..=max).contains(&VERSION) {
+                    return Err(CloseReason::Version { min, max });
+                }
+                self.state = State::Accepting { id };
+                Some(Event::Hello(hello))
+            }
+            FrameKind::StoreInfo => Some(Event::StoreInfo { id }),
+            FrameKind::Catalogue => Some(Event::Catalogue {
+                id,
+                request: CatalogueRequest::decode(payload)?,
+            }),
+            FrameKind::Read => Some(Event::Read {
+                id,
+                request: ReadRequest::decode(payload)?,
+            }),
+            FrameKind::ChecksumReport => {
+                Some(Event::ChecksumReport(ChecksumReport::decode(payload)?))
+            }
+            FrameKind::Ping => {
+                frame::push_frame(&mut self.output, FrameKind::Pong, id, payload);
+                None
+            }
+            FrameKind::Goodbye => {
+                self.state = State::Closed;
+                Some(Event::Goodbye)
+            }
+            FrameKind::Error => {
+                let error = ErrorFrame::decode(payload)?;
+                self.state = State::Closed;
+                Some(Event::ClientError(error))
+            }
+            // A pong answers nothing (the server never asks), which does no harm; the other kinds
+            // were refused with their header.
+            _ => None,
+        })
+    }
+
+    fn fail(&mut self, reason: CloseReason) -> Event {
+        let code = match reason {
+            CloseReason::Version { .. } => ErrorCode::UnsupportedVersion,
+            _ => ErrorCode::BadFrame,
+        };
+        self.refuse(code, reason.to_string());
+        Event::Closed(reason)
+    }
+
+    fn take_array<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let array = *self.input[self.start..self.end].first_chunk()?;
+        self.start += N;
+        Some(array)
+    }
+
+    /// A whole frame: its header and where its payload lies in the input. A frame that is not
+    /// welcome is refused with its header, before its payload takes any memory.
+    #[allow(clippy::type_complexity)] // a range that is Copy
+    fn take_frame(&mut self) -> Result<Option<(FrameHeader, (usize, usize))>, CloseReason> {
+        let Some(header) = self.input[self.start..self.end].first_chunk() else {
+            self.reserve(HEADER_BYTES);
+            return Ok(None);
+        };
+        let open = self.state == State::Open;
+        let max_bytes = match open {
+            true => limits::REQUEST_MAX_BYTES,
+            false => HELLO_MAX_BYTES,
+        };
+        let header = FrameHeader::decode(header, max_bytes)?;
+        let max_bytes = match header.kind {
+            FrameKind::ClientHello if !open => max_bytes,
+            _ if !open => return Err(CloseReason::UnexpectedFrame(header.kind)),
+            FrameKind::StoreInfo | FrameKind::Catalogue | FrameKind::Read if header.id == 0 => {
+                return Err(CloseReason::ZeroId);
+            }
+            FrameKind::StoreInfo | FrameKind::Goodbye => 0,
+            FrameKind::Ping | FrameKind::Pong => PING_MAX_BYTES,
+            FrameKind::Catalogue
+            | FrameKind::Read
+            | FrameKind::ChecksumReport
+            | FrameKind::Error => max_bytes,
+            _ => return Err(CloseReason::UnexpectedFrame(header.kind)),
+        };
+        if header.payload_bytes > max_bytes {
+            return Err(CloseReason::BadFrame(WireError::TooLarge {
+                what: "frame payload bytes",
+                got: u64::from(header.payload_bytes),
+                limit: u64::from(max_bytes),
+            }));
+        }
+        let frame_bytes = HEADER_BYTES + header.payload_bytes as usize;
+        if self.end - self.start < frame_bytes {
+            self.reserve(frame_bytes);
+            return Ok(None);
+        }
+        let payload = (self.start + HEADER_BYTES, self.start + frame_bytes);
+        self.start = payload.1;
+        Ok(Some((header, payload)))
+    }
+
+    /// Makes the input long enough for a message of `bytes`, which the callers have bounded.
+    fn reserve(&mut self, bytes: usize) {
+        let bytes = bytes.min(INPUT_MAX_BYTES);
+        if self.input.len() < bytes {
+            self.input.resize(bytes, 0);
+        }
+        if self.start + bytes > self.input.len() {
+            self.input.copy_within(self.start..self.end, 0);
+            self.end -= self.start;
+            self.start = 0;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::frame::push_frame;
+    use crate::message::Role;
+    use proptest::prelude::*;
+
+    fn greeting(v1: bool) -> Greeting {
+        Greeting {
+            manifest: v1.then(|| v1::Manifest {
+                version: 1,
+                num_moe_layers: 2,
+                num_experts: 4,
+                inter: 16,
+                hidden: 32,
+                group_size: 16,
+                sub_align: 256,
+                fs_block_size: 4096,
+                record_stride: 4096,
+                record_raw_bytes: 2048,
+                file_template: "experts_{:05}.xpr".into(),
+                moe_layer_to_model_layer: vec![3, 4],
+            }),
+            v2: Some(V2Offer {
+                versions: vec![2],
+                instance_id: 7,
+                capabilities: vec!["tcp".into()],
+                refused: None,
+            }),
+        }
+    }
+
+    fn welcome() -> Welcome {
+        Welcome {
+            instance_id: 7,
+            epoch: 1,
+            read_max_bytes: limits::READ_MAX_BYTES,
+            generation: 1,
+            content_id: None,
+            layout_id: 5,
+        }
+    }
+
+    fn hello() -> ClientHello {
+        ClientHello {
+            version_min: 2,
+            version_max: 2,
+            client_id: 9,
+            role: Role::Control,
+        }
+    }
+
+    fn read(bytes: u32) -> ReadRequest {
+        ReadRequest {
+            key: Key::new(1, 2),
+            epoch: 1,
+            bytes,
+            offset: 3,
+        }
+    }
+
+    /// Drives a session with the pieces of `bytes` and gives back all its events and output.
+    fn run(bytes: &[u8], cuts: &[usize]) -> (Vec<Event>, Vec<u8>) {
+        let mut session = ServerSession::new(&greeting(true));
+        let mut events = Vec::new();
+        let mut rest = bytes;
+        let mut cuts = cuts.iter().cycle();
+        while !rest.is_empty() {
+            let n = (*cuts.next().unwrap_or(&usize::MAX)).clamp(1, rest.len());
+            let (mut piece, tail) = rest.split_at(n);
+            rest = tail;
+            while !piece.is_empty() {
+                let taken = session.feed(piece);
+                assert!(
+                    taken > 0 || session.is_closed(),
+                    "no room for the client's bytes"
+                );
+                piece = &piece[taken..];
+                while let Some(event) = session.poll_event() {
+                    if matches!(event, Event::Hello(_)) {
+                        session.accept(&welcome());
+                    }
+                    events.push(event);
+                }
+                assert!(session.input_capacity_bytes() <= INPUT_MAX_BYTES);
+                assert!(session.partial_bytes() <= INPUT_MAX_BYTES);
+                if session.is_closed() {
+                    return (events, std::mem::take(session.output()));
+                }
+            }
+        }
+        (events, std::mem::take(session.output()))
+    }
+
+    fn v2_prefix() -> Vec<u8> {
+        let mut bytes = vec![v1::MODE_V2];
+        push_frame(&mut bytes, FrameKind::ClientHello, 1, &hello().encode());
+        bytes
+    }
+
+    fn any_frame() -> impl Strategy<Value = Vec<u8>> {
+        let framed = |kind: FrameKind, id: u64, payload: Vec<u8>| {
+            let mut out = Vec::new();
+            push_frame(&mut out, kind, id, &payload);
+            out
+        };
+        prop_oneof![
+            8 => (1u64..99, 0u32..9).prop_map(move |(id, n)| framed(FrameKind::Read, id, read(n).encode().to_vec())),
+            2 => (1u64..99).prop_map(move |id| framed(FrameKind::StoreInfo, id, vec![])),
+            2 => (0u64..99, 0u32..5).prop_map(move |(id, sections)| framed(
+                FrameKind::Catalogue, id, CatalogueRequest { layer: 0, sections }.encode())),
+            2 => (0u64..99, 0usize..70).prop_map(move |(id, n)| framed(FrameKind::Ping, id, vec![5; n])),
+            1 => proptest::collection::vec(any::<u8>(), 0..40),
+            1 => (0u16..20, 0u32..70_000).prop_map(|(kind, n)| {
+                let mut out = n.to_le_bytes().to_vec();
+                out.extend_from_slice(&kind.to_le_bytes());
+                out.extend_from_slice(&[0; 10]);
+                out.resize(16 + n as usize, 1);
+                out
+            }),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_in_any_pieces_never_panic_and_stay_within_the_cap(
+            bytes in proptest::collection::vec(any::<u8>(), 0..300),
+            cuts in proptest::collection::vec(1usize..40, 1..8),
+        ) {
+            let whole = run(&bytes, &[usize::MAX]);
+            prop_assert_eq!(run(&bytes, &cuts), whole);
+        }
+
+        #[test]
+        fn events_and_answers_do_not_depend_on_how_the_bytes_were_cut(
+            frames in proptest::collection::vec(any_frame(), 0..40),
+            cuts in proptest::collection::vec(1usize..9000, 1..8),
+        ) {
+            let mut bytes = v2_prefix();
+            bytes.extend(frames.concat());
+            let whole = run(&bytes, &[usize::MAX]);
+            prop_assert_eq!(run(&bytes, &cuts), whole);
+        }
+    }
+
+    #[test]
+    fn v1_session_yields_its_reads_and_its_end() {
+        let mut bytes = vec![v1::MODE_TCP];
+        bytes.extend(v1::encode_request(Key::new(1, 3)));
+        bytes.extend([0xff; 8]);
+        bytes.extend([1, 2, 3]);
+        let (events, _) = run(&bytes, &[1]);
+        assert_eq!(
+            events,
+            [Event::V1Start, Event::V1Read(Key::new(1, 3)), Event::V1End]
+        );
+    }
+
+    #[test]
+    fn verbs_and_unknown_modes_are_refused_without_a_frame() {
+        let first = greeting(true).encode();
+        for (mode, reason) in [
+            (v1::MODE_VERBS, CloseReason::VerbsUnsupported),
+            (77, CloseReason::UnknownMode(77)),
+        ] {
+            let (events, output) = run(&[mode], &[1]);
+            assert_eq!(events, [Event::Closed(reason)]);
+            assert_eq!(output, first, "the client does not speak v2");
+        }
+        let mut session = ServerSession::new(&greeting(false));
+        session.feed(&[v1::MODE_TCP]);
+        assert_eq!(
+            session.poll_event(),
+            Some(Event::Closed(CloseReason::V1Unavailable))
+        );
+    }
+
+    #[test]
+    fn data_frame_from_a_client_is_refused_before_its_payload() {
+        let mut bytes = v2_prefix();
+        bytes.extend(
+            FrameHeader {
+                payload_bytes: limits::READ_MAX_BYTES,
+                kind: FrameKind::Data,
+                id: 1,
+            }
+            .encode(),
+        );
+        let (events, output) = run(&bytes, &[usize::MAX]);
+        assert_eq!(
+            events.last(),
+            Some(&Event::Closed(CloseReason::UnexpectedFrame(
+                FrameKind::Data
+            )))
+        );
+        let tail = &output[output.len() - 4..];
+        assert_eq!(tail, b" now", "the reason is the last frame");
+    }
+
+    #[test]
+    fn client_of_another_version_gets_the_typed_error() {
+        let mut bytes = vec![v1::MODE_V2];
+        let old = ClientHello {
+            version_min: 3,
+            version_max: 9,
+            ..hello()
+        };
+        push_frame(&mut bytes, FrameKind::ClientHello, 1, &old.encode());
+        let (events, output) = run(&bytes, &[5]);
+        assert_eq!(
+            events,
+            [Event::Closed(CloseReason::Version { min: 3, max: 9 })]
+        );
+        let frame = &output[greeting(true).encode().len()..];
+        let header =
+            FrameHeader::decode(frame.first_chunk().unwrap(), limits::FRAME_MAX_BYTES).unwrap();
+        assert_eq!((header.kind, header.id), (FrameKind::Error, 0));
+        let error = ErrorFrame::decode(&frame[HEADER_BYTES..]).unwrap();
+        assert_eq!(error.code, ErrorCode::UnsupportedVersion);
+    }
+
+    #[test]
+    fn largest_request_frame_grows_the_buffer_to_the_cap_and_no_further() {
+        let mut bytes = v2_prefix();
+        bytes.extend(
+            FrameHeader {
+                payload_bytes: limits::REQUEST_MAX_BYTES,
+                kind: FrameKind::Read,
+                id: 1,
+            }
+            .encode(),
+        );
+        bytes.resize(bytes.len() + limits::REQUEST_MAX_BYTES as usize, 0);
+        let (events, _) = run(&bytes, &[777]);
+        assert!(matches!(
+            events.last(),
+            Some(Event::Closed(CloseReason::BadFrame(
+                WireError::TooLarge { .. }
+            )))
+        ));
+    }
+
+    #[test]
+    fn refusal_has_the_reason_and_none_of_the_v1_keys() {
+        let bytes = refusal(3, "busy");
+        let greeting = Greeting::decode(&bytes[4..]).unwrap();
+        assert_eq!(greeting.manifest, None);
+        assert_eq!(greeting.v2.unwrap().refused.as_deref(), Some("busy"));
+    }
+}
