@@ -54,7 +54,6 @@ pub struct ExpertArena {
     /// Slots with fences to poll; each stands in it at most once.
     fence_queue: Mutex<VecDeque<SlotId>>,
     id: u64,
-    leaked_ranges: AtomicU64,
     device_base: OnceLock<u64>,
     poison: Poison,
     report: ArenaReport,
@@ -101,7 +100,6 @@ impl ExpertArena {
             by_size,
             fence_queue: Mutex::new(VecDeque::with_capacity(slot_count)),
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
-            leaked_ranges: AtomicU64::new(0),
             device_base: device_base.map_or_else(OnceLock::new, OnceLock::from),
             poison,
             report,
@@ -362,11 +360,6 @@ impl ExpertArena {
         if queue {
             lock(&self.fence_queue).push_back(slot);
         }
-    }
-
-    pub(crate) fn range_leaked(&self, slot: SlotId) {
-        self.table(slot.slab).range_leaked(slot.slot);
-        self.leaked_ranges.fetch_add(1, Ordering::Relaxed);
     }
 
     pub(crate) fn residency(&self, slot: SlotId, generation: Generation) -> Residency {

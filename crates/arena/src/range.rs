@@ -229,7 +229,7 @@ impl Drop for LandingRange {
                 .range_retired(slot.slot, self.len),
             Ending::Leaked => {
                 tracing::warn!("{slot} is lost: a device may still write to it");
-                self.arena.range_leaked(slot);
+                self.arena.table(slot.slab).range_leaked(slot.slot);
             }
             Ending::Joined => self.arena.table(slot.slab).range_joined(slot.slot),
         }

@@ -1,1 +1,40 @@
-//! placeholder
+//! The server that makes the records of an expert store readable over TCP.
+//!
+//! * [`Peer::start`] listens and serves until [`Peer::shutdown`]; [`PeerConfig`] says what and how.
+//! * [`Source`] is what a peer needs of a store; `expert_store::Store` is one.
+//! * [`populate`] reads a store into the page cache.
+//!
+//! Not here: the protocol (`expert_wire::server`), the store's formats (`expert_store`), the client.
+//!
+//! *Threads*: one acceptor, one watcher of the store's files, and one per connection, all bounded
+//! by [`Limits`]. Each wait ends at a deadline or at a wake-up, so that [`Peer::shutdown`] is
+//! bounded from any state; dropping a [`Peer`] shuts it down.
+//!
+//! *Invariant*: an answer has exactly the bytes of the store that the client planned with, or the
+//! connection ends before the answer is whole. A file is looked at before each answer; one that
+//! is not the file that was opened is never read again.
+//!
+//! The process must ignore `SIGPIPE` (Rust programs do): `sendfile` has no flag against it.
+#![forbid(unsafe_code)]
+
+mod accept;
+mod config;
+mod connection;
+mod epoch;
+mod error;
+mod net;
+mod peer;
+pub mod populate;
+mod send;
+mod source;
+mod stats;
+mod store;
+mod watch;
+
+pub use config::{Limits, PeerConfig, Transfer};
+pub use error::PeerError;
+pub use net::raise_open_files_limit;
+pub use peer::Peer;
+pub use populate::{PopulateOptions, PopulateReport};
+pub use source::{FilePiece, Source, SourceError};
+pub use stats::PeerStats;

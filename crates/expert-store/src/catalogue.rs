@@ -753,4 +753,13 @@ impl Catalogue {
     pub fn record_count(&self) -> u64 {
         self.layers.iter().map(|l| l.experts.len() as u64).sum()
     }
+
+    /// Sum of the record images of all records held, bytes.
+    pub fn image_bytes(&self) -> u64 {
+        let of = |l: &Layer| match l.classes.as_slice() {
+            [one] => one.image_bytes.saturating_mul(l.experts.len() as u64),
+            _ => (0..l.experts.len()).fold(0u64, |n, p| n.saturating_add(l.class(p).image_bytes)),
+        };
+        self.layers.iter().map(of).fold(0, u64::saturating_add)
+    }
 }

@@ -74,6 +74,36 @@ pub enum StoreError {
         /// What the store holds.
         why: String,
     },
+    /// The index names a zero expert: the router may choose it, but it has no record (output = input).
+    #[error("{key} is a zero expert (the layer has {num_experts} with records): its output is its input")]
+    IdentityExpert {
+        /// What was asked for.
+        key: Key,
+        /// Experts with records; ids from here on have none.
+        num_experts: u32,
+    },
+    /// A byte range that reaches beyond the record image.
+    #[error("{key}: bytes {offset} to {end} asked for, the record image has {image_bytes}", end = offset.saturating_add(*bytes))]
+    BadRange {
+        /// The record.
+        key: Key,
+        /// First byte asked for.
+        offset: u64,
+        /// How many.
+        bytes: u64,
+        /// Bytes of the image.
+        image_bytes: u64,
+    },
+    /// The file system cannot take what is to be written.
+    #[error("{path} needs {need_bytes} bytes: {why}; free some space or choose another file system", path = path.display())]
+    Full {
+        /// The file or directory to be written.
+        path: PathBuf,
+        /// Bytes that it needs.
+        need_bytes: u64,
+        /// What the system said.
+        why: String,
+    },
     /// A selection or an option that makes no sense for this input.
     #[error("{0}")]
     Usage(String),
@@ -95,6 +125,31 @@ impl StoreError {
         }
     }
 
+    /// Like [`StoreError::io`] for writes of which `need_bytes` are the whole: a full disk, a quota
+    /// and a limit on file size come as [`StoreError::Full`].
+    pub(crate) fn write(
+        action: &'static str,
+        path: impl Into<PathBuf>,
+        need_bytes: u64,
+    ) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        move |source| match source.kind() {
+            io::ErrorKind::StorageFull
+            | io::ErrorKind::QuotaExceeded
+            | io::ErrorKind::FileTooLarge => Self::Full {
+                path,
+                need_bytes,
+                why: source.to_string(),
+            },
+            _ => Self::Io {
+                action,
+                path,
+                source,
+            },
+        }
+    }
+
+    #[allow(dead_code)] // the readers of checkpoints use it
     pub(crate) fn checkpoint(path: impl Into<PathBuf>, why: impl Into<String>) -> Self {
         Self::Checkpoint {
             path: path.into(),

@@ -50,7 +50,10 @@ impl Control {
         let (stream, outcome) =
             socket::connect(&self.addr, self.client_id, Role::Control, protocol, limit)?;
         if let Outcome::V2(welcome) = outcome {
-            *self.connection.lock().unwrap_or_else(PoisonError::into_inner) = Some(Connection {
+            *self
+                .connection
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner) = Some(Connection {
                 stream,
                 welcome,
                 next_id: 1,
@@ -67,7 +70,10 @@ impl Control {
         answer: FrameKind,
         limit: Instant,
     ) -> Result<(Vec<u8>, Welcome), TierError> {
-        let mut slot = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut slot = self
+            .connection
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         // A connection that lay idle may have died with the peer: then one new one is made.
         if let Some(connection) = slot.as_mut() {
             match connection.ask(kind, payload, answer, limit) {
@@ -150,8 +156,8 @@ impl Connection {
             match header.kind {
                 kind if kind == answer && header.id == id => return Ok(bytes),
                 FrameKind::Error => {
-                    let frame = ErrorFrame::decode(&bytes)
-                        .map_err(|e| AskError::Broken(e.to_string()))?;
+                    let frame =
+                        ErrorFrame::decode(&bytes).map_err(|e| AskError::Broken(e.to_string()))?;
                     let fatal = header.id != id
                         || matches!(frame.code, ErrorCode::BadFrame | ErrorCode::ShuttingDown);
                     return Err(match fatal {
@@ -160,8 +166,8 @@ impl Connection {
                     });
                 }
                 FrameKind::StoreChanged => {
-                    self.welcome = Welcome::decode(&bytes)
-                        .map_err(|e| AskError::Broken(e.to_string()))?;
+                    self.welcome =
+                        Welcome::decode(&bytes).map_err(|e| AskError::Broken(e.to_string()))?;
                 }
                 FrameKind::Ping if bytes.len() <= 64 => {
                     let mut pong = Vec::new();
@@ -175,7 +181,9 @@ impl Connection {
                 }
             }
         }
-        Err(AskError::Broken("the peer sends frames but no answer".into()))
+        Err(AskError::Broken(
+            "the peer sends frames but no answer".into(),
+        ))
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), AskError> {

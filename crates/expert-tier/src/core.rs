@@ -73,7 +73,10 @@ impl Core {
     }
 
     pub(crate) fn view(&self) -> Arc<View> {
-        self.view.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.view
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 
     /// The view of what the rails serve now; read again where they changed.

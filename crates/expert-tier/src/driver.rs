@@ -157,23 +157,25 @@ impl Driver {
             changed: Condvar::new(),
         });
         let (end, ended) = mpsc::channel();
-        let thread = std::thread::Builder::new().name(format!("{name}-driver")).spawn({
-            let control = control.clone();
-            move || {
-                let mut run = Run {
-                    engine,
-                    rails,
-                    control,
-                    tickets: HashMap::new(),
-                    quiescing: Vec::new(),
-                    events: Vec::new(),
-                    published: 0,
-                };
-                run.run();
-                drop(run);
-                drop(end);
-            }
-        })?;
+        let thread = std::thread::Builder::new()
+            .name(format!("{name}-driver"))
+            .spawn({
+                let control = control.clone();
+                move || {
+                    let mut run = Run {
+                        engine,
+                        rails,
+                        control,
+                        tickets: HashMap::new(),
+                        quiescing: Vec::new(),
+                        events: Vec::new(),
+                        published: 0,
+                    };
+                    run.run();
+                    drop(run);
+                    drop(end);
+                }
+            })?;
         Ok(Self {
             control,
             thread: Some(thread),
@@ -291,7 +293,11 @@ impl Run {
             // While a rail is being quiesced its end is polled: it may have no thread to notify.
             let timeout = match self.quiescing.is_empty() {
                 true => timeout,
-                false => Some(timeout.unwrap_or(Duration::MAX).min(Duration::from_millis(5))),
+                false => Some(
+                    timeout
+                        .unwrap_or(Duration::MAX)
+                        .min(Duration::from_millis(5)),
+                ),
             };
             self.control.notifier.wait(timeout);
         }
@@ -351,7 +357,8 @@ impl Run {
             !quiesced
         });
         let rails = &self.rails;
-        self.engine.handle_time(now, |rail| rails[rail.0].progress_bytes());
+        self.engine
+            .handle_time(now, |rail| rails[rail.0].progress_bytes());
         while let Some(action) = self.engine.poll_action() {
             busy = true;
             match action {

@@ -57,7 +57,9 @@ pub enum TierError {
         why: String,
     },
     /// The peer serves another model than the one insisted on.
-    #[error("peer serves content id {got}, expected {want}: it is another model, or another build of it")]
+    #[error(
+        "peer serves content id {got}, expected {want}: it is another model, or another build of it"
+    )]
     OtherContent {
         /// What it serves.
         got: String,
@@ -145,7 +147,9 @@ pub enum TierError {
         key: Key,
     },
     /// Too much is under way.
-    #[error("{asked} bytes asked for while {inflight} of at most {limit} are in flight; retry when requests have ended")]
+    #[error(
+        "{asked} bytes asked for while {inflight} of at most {limit} are in flight; retry when requests have ended"
+    )]
     Backpressure {
         /// Bytes of this request.
         asked: u64,

@@ -109,7 +109,11 @@ impl Read {
     ///
     /// *Errors*: the first chunk that does not fit.
     pub fn check_chunks(&self, from: u64, bytes: u64) -> Result<(), BadChunk> {
-        let Some(sums) = self.layer.record_checksums(self.position).filter(|_| self.verify) else {
+        let Some(sums) = self
+            .layer
+            .record_checksums(self.position)
+            .filter(|_| self.verify)
+        else {
             return Ok(());
         };
         let mut at = from;
@@ -176,7 +180,9 @@ impl fmt::Display for ReadError {
                 "chunk {} has checksum {:016x}, the catalogue says {:016x}",
                 bad.chunk, bad.got, bad.want
             ),
-            Self::WrongRecord(why) | Self::Refused(why) | Self::Unavailable(why) => f.write_str(why),
+            Self::WrongRecord(why) | Self::Refused(why) | Self::Unavailable(why) => {
+                f.write_str(why)
+            }
         }
     }
 }

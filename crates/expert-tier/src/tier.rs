@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use expert_arena::{ArenaBuilder, ExpertArena, SlotId};
-use expert_store::info::{StoreInfo, hex128};
 use expert_store::Store;
+use expert_store::info::{StoreInfo, hex128};
 use expert_wire::Key;
 use expert_wire::client::{Outcome, Protocol};
 
@@ -328,7 +328,11 @@ impl RdmaTier {
 
 /// Bytes that a slot needs to hold any record of a store.
 pub fn largest_image_bytes(info: &StoreInfo) -> u64 {
-    info.layers.iter().map(|l| l.image_bytes_max).max().unwrap_or(0)
+    info.layers
+        .iter()
+        .map(|l| l.image_bytes_max)
+        .max()
+        .unwrap_or(0)
 }
 
 macro_rules! tier {

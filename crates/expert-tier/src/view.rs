@@ -150,14 +150,14 @@ impl View {
             });
         };
         let layer = Arc::new(match &self.source {
-            Source::Store(store) => store
-                .catalogue()
-                .layer(key.layer)
-                .cloned()
-                .ok_or_else(|| TierError::NoSuchRecord {
-                    key,
-                    why: describe_layers(&self.info),
-                })?,
+            Source::Store(store) => {
+                store.catalogue().layer(key.layer).cloned().ok_or_else(|| {
+                    TierError::NoSuchRecord {
+                        key,
+                        why: describe_layers(&self.info),
+                    }
+                })?
+            }
             Source::V1(manifest) => v1_layer(manifest, info).map_err(TierError::Config)?,
             Source::Peer(control) => self.load(control, info, limit)?,
         });
@@ -165,7 +165,12 @@ impl View {
         Ok(layer)
     }
 
-    fn load(&self, control: &Control, info: &LayerInfo, limit: Instant) -> Result<Layer, TierError> {
+    fn load(
+        &self,
+        control: &Control,
+        info: &LayerInfo,
+        limit: Instant,
+    ) -> Result<Layer, TierError> {
         let unsound = |why: String| TierError::Catalogue {
             addr: control.addr().to_owned(),
             why: format!("layer {}: {why}", info.layer),

@@ -62,7 +62,10 @@ impl Engine {
                 continue;
             };
             let len = range.len() as u64;
-            if (len > room && len <= max) || (len > max && max > room) || (whole && len != image_bytes) {
+            if (len > room && len <= max)
+                || (len > max && max > room)
+                || (whole && len != image_bytes)
+            {
                 continue;
             }
             // A range posted on a rail with larger READs may have to be cut for this one.
@@ -141,10 +144,7 @@ impl Engine {
     }
 
     fn read_max_bytes(&self, book: &RailBook) -> u64 {
-        let bytes = self
-            .config
-            .read_bytes
-            .min(book.capabilities.read_max_bytes);
+        let bytes = self.config.read_bytes.min(book.capabilities.read_max_bytes);
         (bytes / CHUNK_BYTES).max(1) * CHUNK_BYTES
     }
 

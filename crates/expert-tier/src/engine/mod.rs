@@ -195,7 +195,10 @@ impl Engine {
             .into_iter()
             .map(|(name, kind, caps)| RailBook::new(name, kind, caps, &config, now))
             .collect();
-        assert!(!rails.is_empty() && rails.len() <= RAILS_MAX, "1 to 64 rails");
+        assert!(
+            !rails.is_empty() && rails.len() <= RAILS_MAX,
+            "1 to 64 rails"
+        );
         Self {
             config,
             rails,
@@ -592,7 +595,10 @@ impl Engine {
     }
 
     fn commit(&mut self, now: Instant, handle: Handle) {
-        let record = self.records.remove(handle).expect("only open records commit");
+        let record = self
+            .records
+            .remove(handle)
+            .expect("only open records commit");
         let bytes = record.landing.image_bytes() as u64;
         let verified = record.verified && record.layer.checksums.is_some();
         let result = match record.landing.commit() {
@@ -662,9 +668,9 @@ impl Engine {
         self.counters.requests += 1;
         let mut stats = entry.stats;
         stats.total = now.saturating_duration_since(entry.submitted);
-        stats.queued = entry
-            .first_post
-            .map_or(stats.total, |t| t.saturating_duration_since(entry.submitted));
+        stats.queued = entry.first_post.map_or(stats.total, |t| {
+            t.saturating_duration_since(entry.submitted)
+        });
         self.finished.push_back(Finished {
             request,
             records: entry

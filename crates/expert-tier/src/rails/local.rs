@@ -153,7 +153,10 @@ impl Shared {
             } else if queue.end {
                 return;
             } else {
-                queue = self.work.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                queue = self
+                    .work
+                    .wait(queue)
+                    .unwrap_or_else(PoisonError::into_inner);
             }
         }
     }
@@ -191,49 +194,51 @@ impl Shared {
         let mut failed: Option<ReadError> = None;
         let key = read.key;
         let range = &mut read.range;
-        let planned = self.store.for_each_piece(key, image_at, bytes as u64, &mut |piece| {
-            if failed.is_some() {
-                return;
-            }
-            match piece {
-                Piece::Zeros { bytes } => {
-                    range.fill_zero(to, bytes as usize);
-                    to += bytes as usize;
+        let planned = self
+            .store
+            .for_each_piece(key, image_at, bytes as u64, &mut |piece| {
+                if failed.is_some() {
+                    return;
                 }
-                Piece::File {
-                    file,
-                    offset,
-                    bytes,
-                } => {
-                    let file = &self.store.files()[file as usize];
-                    let end = to + bytes as usize;
-                    let mut from = offset;
-                    while to < end {
-                        match range.pread(file.file.as_fd(), to, end - to, from) {
-                            Ok(0) => {
-                                failed = Some(ReadError::Unavailable(format!(
-                                    "{} ends at {from}: it was truncated",
-                                    file.path.display()
-                                )));
-                                return;
-                            }
-                            Ok(n) => {
-                                to += n;
-                                from += n as u64;
-                            }
-                            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                            Err(e) => {
-                                failed = Some(ReadError::Unavailable(format!(
-                                    "reading {}: {e}",
-                                    file.path.display()
-                                )));
-                                return;
+                match piece {
+                    Piece::Zeros { bytes } => {
+                        range.fill_zero(to, bytes as usize);
+                        to += bytes as usize;
+                    }
+                    Piece::File {
+                        file,
+                        offset,
+                        bytes,
+                    } => {
+                        let file = &self.store.files()[file as usize];
+                        let end = to + bytes as usize;
+                        let mut from = offset;
+                        while to < end {
+                            match range.pread(file.file.as_fd(), to, end - to, from) {
+                                Ok(0) => {
+                                    failed = Some(ReadError::Unavailable(format!(
+                                        "{} ends at {from}: it was truncated",
+                                        file.path.display()
+                                    )));
+                                    return;
+                                }
+                                Ok(n) => {
+                                    to += n;
+                                    from += n as u64;
+                                }
+                                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                                Err(e) => {
+                                    failed = Some(ReadError::Unavailable(format!(
+                                        "reading {}: {e}",
+                                        file.path.display()
+                                    )));
+                                    return;
+                                }
                             }
                         }
                     }
                 }
-            }
-        });
+            });
         match (planned, failed) {
             (Err(e @ StoreError::Io { .. }), _) => Err(ReadError::Unavailable(e.to_string())),
             (Err(e), _) => Err(ReadError::Refused(e.to_string())),

@@ -29,9 +29,16 @@ pub(crate) fn connect(
     let stream = connect_any(addr, limit)?;
     let failed = |e: io::Error| connect_error(addr, &e);
     stream.set_nodelay(true).map_err(failed)?;
-    let outcome = shake_hands(&stream, addr, Handshake::new(client_id, role, protocol), limit)?;
+    let outcome = shake_hands(
+        &stream,
+        addr,
+        Handshake::new(client_id, role, protocol),
+        limit,
+    )?;
     stream.set_read_timeout(None).map_err(failed)?;
-    stream.set_write_timeout(Some(USER_TIMEOUT)).map_err(failed)?;
+    stream
+        .set_write_timeout(Some(USER_TIMEOUT))
+        .map_err(failed)?;
     let socket = SockRef::from(&stream);
     let keepalive = TcpKeepalive::new()
         .with_time(KEEPALIVE)

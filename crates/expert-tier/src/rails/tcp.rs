@@ -330,9 +330,14 @@ impl Attempt {
             false => config.protocol,
         };
         let limit = Instant::now() + config.connect_timeout;
-        let (stream, outcome) =
-            socket::connect(&config.addr, config.client_id, Role::Stream, protocol, limit)
-                .map_err(|e| e.to_string())?;
+        let (stream, outcome) = socket::connect(
+            &config.addr,
+            config.client_id,
+            Role::Stream,
+            protocol,
+            limit,
+        )
+        .map_err(|e| e.to_string())?;
         let stream = Arc::new(stream);
         *lock(&self.lanes[index].socket) = Some(stream.clone());
         match outcome {
@@ -396,7 +401,9 @@ impl Attempt {
     }
 
     fn progress(&self, bytes: usize) {
-        self.rail.progress.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.rail
+            .progress
+            .fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
     fn serve_v1(
@@ -451,11 +458,19 @@ impl Attempt {
             while at < chunk_end {
                 let want = chunk_end - at;
                 let got = match tail.as_deref_mut().filter(|_| chunk_end == total) {
-                    Some(tail) => read.range.recv_vectored_tail(stream.as_fd(), at, want, tail),
-                    None => read.range.recv(stream.as_fd(), at, want, RecvFlags::WAIT_ALL),
+                    Some(tail) => read
+                        .range
+                        .recv_vectored_tail(stream.as_fd(), at, want, tail),
+                    None => read
+                        .range
+                        .recv(stream.as_fd(), at, want, RecvFlags::WAIT_ALL),
                 };
                 match got {
-                    Ok(0) => return Err("the peer closed the connection in the middle of a record".into()),
+                    Ok(0) => {
+                        return Err(
+                            "the peer closed the connection in the middle of a record".into()
+                        );
+                    }
                     Ok(n) => {
                         let landed = n.min(want);
                         surplus = n - landed;

@@ -1,0 +1,78 @@
+# `make demo` shows the main job on real input, `make test` proves the parts, `make check` is the
+# gate for style. Each prepares what it needs with scripts/bootstrap, a no-op after the first time.
+
+CARGO ?= cargo
+# `make LOCKED= test` lets cargo update Cargo.lock.
+LOCKED ?= --locked
+# Size of the demo's checkpoint in megabytes.
+DEMO_MB ?= 1050
+SCRIPTS := scripts/bootstrap scripts/demo .ci/run
+
+export DEMO_MB
+
+.PHONY: help demo test check fmt-check clippy doc deny scripts-check bench kernel-test fuzz-smoke fixtures clean bootstrap
+
+help:
+	@echo "make demo         build, synthesise a checkpoint, serve it, fetch it, prove every byte (DEMO_MB=$(DEMO_MB))"
+	@echo "make test         unit, property, contract and end-to-end tests"
+	@echo "make check        formatting, lints, documentation, licences: warnings are errors"
+	@echo "make bench        speed, as ratios to well-known tools on this machine"
+	@echo "make fixtures     generate the test checkpoints"
+	@echo "make kernel-test  RDMA tests in a guest kernel"
+	@echo "make fuzz-smoke   a short run of every fuzz target"
+	@echo "make clean        remove everything that was built"
+
+bootstrap:
+	@scripts/bootstrap
+
+demo: bootstrap
+	@scripts/demo
+
+# End-to-end tests start the binaries, which `cargo test` alone does not build. No incremental
+# state: it costs time and space on a cold run and helps only an edit-and-repeat loop.
+test: bootstrap
+	CARGO_INCREMENTAL=0 $(CARGO) build $(LOCKED) -p atlas-expert --bins
+	CARGO_INCREMENTAL=0 $(CARGO) test $(LOCKED) --workspace
+
+check: fmt-check scripts-check clippy doc deny
+
+fmt-check:
+	$(CARGO) fmt --all --check
+
+clippy:
+	$(CARGO) clippy $(LOCKED) --workspace --all-targets -- -D warnings
+
+doc:
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(LOCKED) --workspace --no-deps
+
+scripts-check: bootstrap
+	@for script in $(SCRIPTS); do \
+	    case $$(head -n 1 $$script) in *bash*) bash -n $$script ;; *) sh -n $$script ;; esac || exit 1; \
+	done
+	@if command -v shellcheck >/dev/null 2>&1; then shellcheck $(SCRIPTS); \
+	 else echo "check: shellcheck is not installed, the scripts' syntax alone was checked"; fi
+
+deny:
+	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny --all-features check; \
+	 else echo "check: cargo-deny is not installed, licences and sources were NOT checked (cargo install --locked cargo-deny)"; fi
+
+# Targets that a script fills once it exists; until then they fail, and say why.
+define from_script
+	@if [ -x scripts/$(1) ]; then exec scripts/$(1); \
+	 else echo "make $(1): not there yet ($(2))" >&2; exit 2; fi
+endef
+
+bench: bootstrap
+	$(call from_script,bench,comparison with iperf3 and cp)
+
+kernel-test:
+	$(call from_script,kernel-test,verbs rails in a guest kernel)
+
+fuzz-smoke:
+	$(call from_script,fuzz-smoke,fuzz targets of readers and protocol)
+
+fixtures: bootstrap
+	$(call from_script,fixtures,test checkpoints written by other tools)
+
+clean:
+	$(CARGO) clean

@@ -1,0 +1,141 @@
+//! Flags that several subcommands share.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use anyhow::Context;
+use clap::Args;
+use expert_store::build::BuildOptions;
+use expert_store::select::{self, Selection};
+use expert_store::{OpenOptions, Store, WorkOptions};
+
+use super::{bar, output, signals};
+
+/// How to work and how to report.
+#[derive(Debug, Clone, Args)]
+pub struct RunArgs {
+    /// Threads that read and hash; default: one per CPU
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub threads: Option<u16>,
+    /// Print JSON, for programs
+    #[arg(long)]
+    pub json: bool,
+    /// No progress bar
+    #[arg(short, long)]
+    pub quiet: bool,
+}
+
+impl RunArgs {
+    /// The same, as the library takes it: with a bar where a person watches, and stopped by SIGINT and SIGTERM.
+    ///
+    /// *Errors*: the signal handlers cannot be installed.
+    pub fn work_options(&self) -> anyhow::Result<WorkOptions> {
+        Ok(WorkOptions {
+            threads: self.threads.map_or(0, usize::from),
+            progress: bar::progress(self.quiet),
+            cancel: Some(cancel_flag()?),
+        })
+    }
+
+    /// The same for building a store.
+    ///
+    /// *Errors*: the signal handlers cannot be installed.
+    pub fn build_options(&self, replace: bool) -> anyhow::Result<BuildOptions> {
+        let work = self.work_options()?;
+        Ok(BuildOptions {
+            threads: work.threads,
+            replace,
+            progress: work.progress,
+            cancel: work.cancel,
+            ..BuildOptions::default()
+        })
+    }
+}
+
+/// Which stack of a model that has several.
+#[derive(Debug, Clone, Args)]
+pub struct StackArgs {
+    /// Stack of layers by the prefix of its tensors' names, e.g. `thinker.model.layers`
+    #[arg(long, value_name = "PREFIX")]
+    pub stack: Option<String>,
+    /// The experts of the multi-token-prediction layers instead of the trunk's
+    #[arg(long)]
+    pub mtp: bool,
+}
+
+/// Which part of a stack.
+#[derive(Debug, Clone, Default, Args)]
+pub struct SelectArgs {
+    /// MoE layers by dense index, counted from 0 (the end is not included): `0..4` or `0,2,8..12`
+    #[arg(long, value_name = "RANGES")]
+    pub layers: Option<String>,
+    /// Experts of every layer: `0..64` or `0,2,8..12`
+    #[arg(long, value_name = "RANGES")]
+    pub experts: Option<String>,
+    /// The I-th of N equal ranges of the experts of every layer, counted from 1: `1/2`
+    #[arg(long, value_name = "I/N")]
+    pub shard: Option<String>,
+}
+
+impl SelectArgs {
+    /// The same, read.
+    ///
+    /// *Errors*: wrong usage, with what was expected.
+    pub fn selection(&self) -> anyhow::Result<Selection> {
+        let ranges = |flag: &str, text: &Option<String>| {
+            text.as_deref()
+                .map(select::parse_ranges)
+                .transpose()
+                .with_context(|| format!("--{flag}"))
+        };
+        Ok(Selection {
+            layers: ranges("layers", &self.layers)?,
+            experts: ranges("experts", &self.experts)?,
+            shard: self
+                .shard
+                .as_deref()
+                .map(select::parse_shard)
+                .transpose()
+                .context("--shard")?,
+        })
+    }
+}
+
+impl StackArgs {
+    /// How to open what the arguments name; without hashing a checkpoint's records.
+    ///
+    /// *Errors*: wrong usage in the selection.
+    pub fn open_options(&self, select: &SelectArgs) -> anyhow::Result<OpenOptions> {
+        let selection = select.selection()?;
+        Ok(OpenOptions {
+            stack: self.stack.clone(),
+            mtp: self.mtp,
+            checksums: false,
+            selection: (!selection.is_all()).then_some(selection),
+            cancel: Some(cancel_flag()?),
+            ..OpenOptions::default()
+        })
+    }
+}
+
+/// Where the checkpoint of an in-place store lies.
+#[derive(Debug, Clone, Args)]
+pub struct MovedArgs {
+    /// Where the checkpoint of an in-place store lies now, if it was moved
+    #[arg(long, value_name = "DIR")]
+    pub checkpoint: Option<PathBuf>,
+}
+
+/// Opens a store or a checkpoint and passes on what was noticed.
+///
+/// *Errors*: as [`Store::open`].
+pub fn open(path: &Path, options: &OpenOptions) -> anyhow::Result<Store> {
+    let store = Store::open(path, options)?;
+    output::print_warnings(store.warnings());
+    Ok(store)
+}
+
+fn cancel_flag() -> anyhow::Result<Arc<AtomicBool>> {
+    signals::cancel_flag().context("installing signal handlers")
+}

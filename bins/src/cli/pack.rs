@@ -1,0 +1,62 @@
+//! `pack`: a store that holds the records themselves.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use clap::ValueEnum;
+use expert_store::{OpenOptions, pack, v1};
+
+use super::args::{self, MovedArgs, RunArgs, SelectArgs, StackArgs};
+use super::report;
+
+/// Write a store that holds the records themselves: one contiguous piece per expert
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Checkpoint folder, GGUF file or store; it is read, never written
+    source: PathBuf,
+    /// Directory of the store; must not exist
+    #[arg(short, long, value_name = "DIR")]
+    output: PathBuf,
+    /// Layout of the records
+    #[arg(long, value_enum, default_value_t = Format::V2)]
+    format: Format,
+    /// Put a new generation in the place of the store that is there
+    #[arg(long)]
+    replace: bool,
+    #[command(flatten)]
+    stack: StackArgs,
+    #[command(flatten)]
+    select: SelectArgs,
+    #[command(flatten)]
+    moved: MovedArgs,
+    #[command(flatten)]
+    run: RunArgs,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Format {
+    /// Any model, every byte as in the checkpoint
+    V2,
+    /// What existing Atlas servers read; NVFP4 models with gate, up and down only, weights transposed
+    V1,
+}
+
+/// Runs it.
+///
+/// *Errors*: the source is no sound checkpoint or store, the output exists, the disk is full, or an interrupt.
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let began = Instant::now();
+    let open = OpenOptions {
+        checkpoint_override: args.moved.checkpoint.clone(),
+        ..args.stack.open_options(&args.select)?
+    };
+    let source = args::open(&args.source, &open)?;
+    let build = args.run.build_options(args.replace)?;
+    let done = match args.format {
+        Format::V2 => pack::pack(&source, &args.output, &build)?,
+        Format::V1 => v1::pack_v1(&source, &args.output, &build)?,
+    };
+    report::print(&done, began, true, args.run.json)?;
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,108 @@
+//! How a peer serves.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::{PopulateOptions, Source};
+
+/// Bounds on what clients can take from a peer.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Limits {
+    /// Connections at once. Default 256: each takes a thread, two descriptors and about 100 KB.
+    pub connections_max: usize,
+    /// Connections at once from one address. Default 128: one client with all its 64 streams, twice.
+    pub connections_per_address_max: usize,
+    /// Connections at once whose handshake is not done. Default 128: silent strangers can hold
+    /// half of the connections, for [`Self::handshake_timeout`] each.
+    pub handshakes_max: usize,
+    /// From accept to the end of the handshake. Default 5 s.
+    pub handshake_timeout: Duration,
+    /// From the first byte of a request to its last, after the handshake. Default 10 s.
+    pub frame_timeout: Duration,
+    /// Without progress while an answer is sent; also `TCP_USER_TIMEOUT`, so it is the time after
+    /// which a client that vanished is noticed. Default 30 s.
+    pub send_timeout: Duration,
+    /// Between keep-alive probes on a connection without traffic; three unanswered ones and the
+    /// end of [`Self::send_timeout`] end it. Default 5 s.
+    pub keepalive_interval: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            connections_max: 256,
+            connections_per_address_max: 128,
+            handshakes_max: 128,
+            handshake_timeout: Duration::from_secs(5),
+            frame_timeout: Duration::from_secs(10),
+            send_timeout: Duration::from_secs(30),
+            keepalive_interval: Duration::from_secs(5),
+        }
+    }
+}
+
+/// How bytes get from a file into a socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Transfer {
+    /// `sendfile`: no copy through this process. Where a file system refuses it, [`Self::Copy`].
+    #[default]
+    Sendfile,
+    /// `pread` and `send`.
+    Copy,
+}
+
+/// What a peer serves and how.
+#[derive(Clone)]
+#[non_exhaustive]
+pub struct PeerConfig {
+    /// The store.
+    pub store: Arc<dyn Source>,
+    /// Addresses to listen on, `HOST:PORT`; port 0 lets the system choose. Default `127.0.0.1:9909`.
+    pub listen: Vec<String>,
+    /// Bounds.
+    pub limits: Limits,
+    /// Between looks at the store's files. Default 1 s.
+    pub restat_interval: Duration,
+    /// Whether an address that is not a loopback one may be listened on. Default no.
+    pub allow_anonymous: bool,
+    /// Read the store into the page cache before listening. Default no.
+    pub populate: Option<PopulateOptions>,
+    /// How bytes are sent.
+    pub transfer: Transfer,
+    /// Socket send buffer; `None` (default) leaves it to the system's autotuning.
+    pub send_buffer_bytes: Option<usize>,
+}
+
+impl PeerConfig {
+    /// The defaults for a store.
+    pub fn new(store: Arc<dyn Source>) -> Self {
+        Self {
+            store,
+            listen: vec![format!(
+                "127.0.0.1:{}",
+                expert_wire::limits::CONTROL_PORT
+            )],
+            limits: Limits::default(),
+            restat_interval: Duration::from_secs(1),
+            allow_anonymous: false,
+            populate: None,
+            transfer: Transfer::default(),
+            send_buffer_bytes: None,
+        }
+    }
+}
+
+impl fmt::Debug for PeerConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PeerConfig")
+            .field("listen", &self.listen)
+            .field("limits", &self.limits)
+            .field("restat_interval", &self.restat_interval)
+            .field("allow_anonymous", &self.allow_anonymous)
+            .field("populate", &self.populate)
+            .field("transfer", &self.transfer)
+            .finish_non_exhaustive()
+    }
+}

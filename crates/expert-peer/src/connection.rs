@@ -1,0 +1,496 @@
+//! One connection: its thread, from greeting to close.
+
+use std::io;
+use std::net::IpAddr;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use expert_wire::frame::{FrameHeader, FrameKind};
+use expert_wire::message::{ErrorCode, ReadRequest};
+use expert_wire::server::{CloseReason, Event, ServerSession};
+use expert_wire::{Key, limits, v1};
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, Shutdown};
+use thiserror::Error;
+use tracing::{debug, warn};
+
+use crate::epoch::Epoch;
+use crate::net::{Wake, wait};
+use crate::peer::Shared;
+use crate::send::{SendError, Sender};
+use crate::stats::add;
+use crate::{FilePiece, SourceError};
+
+/// Queued answers are sent when there are this many bytes, so that a client that pipelines large
+/// questions does not make the peer hold all their answers.
+const OUTPUT_BYTES: usize = 64 << 10;
+/// After an error frame the client's unread bytes are read for at most this long: closing on them
+/// would reset the connection and could take the error frame with it.
+const LINGER: Duration = Duration::from_millis(500);
+/// ... and at most this many.
+const LINGER_MAX_BYTES: usize = 1 << 20;
+
+/// What other threads may touch of a connection.
+pub(crate) struct Connection {
+    pub(crate) id: u64,
+    pub(crate) address: IpAddr,
+    pub(crate) stream: OwnedFd,
+    /// For notices: a reload, the end of the peer.
+    pub(crate) wake: Wake,
+    pub(crate) handshaking: AtomicBool,
+    pub(crate) accepted_at: Instant,
+}
+
+impl Connection {
+    /// Ends all waits of the connection's thread at once.
+    pub(crate) fn cut(&self) {
+        let _ = rustix::net::shutdown(&self.stream, Shutdown::Both);
+    }
+}
+
+/// Why a connection ended.
+#[derive(Debug, Error)]
+enum End {
+    #[error("the client ended the session")]
+    Done,
+    #[error("the client hung up")]
+    Eof,
+    #[error("the client hung up within a request")]
+    Torn,
+    #[error("the client is gone: {0}")]
+    Gone(#[source] io::Error),
+    #[error("{0}")]
+    Refused(CloseReason),
+    #[error("no {0} in time")]
+    Timeout(&'static str),
+    #[error("the store was loaded again, which v1 clients cannot be told")]
+    Reloaded,
+    #[error("the peer goes down")]
+    Stopping,
+    #[error("{path} ends before byte {offset}, within an answer")]
+    Truncated { path: String, offset: u64 },
+    #[error("{path} cannot be read: {source}")]
+    Unreadable { path: String, source: io::Error },
+}
+
+/// Serves a connection to its end.
+pub(crate) fn serve(shared: &Shared, connection: &Connection) {
+    let limits = &shared.config.limits;
+    let epoch = shared.epoch();
+    let mut driver = Driver {
+        shared,
+        connection,
+        session: ServerSession::new(&epoch.greeting),
+        sender: Sender::new(
+            &connection.stream,
+            limits.send_timeout,
+            shared.config.transfer,
+        ),
+        greeted: epoch.number,
+        epoch,
+        handshake_deadline: connection.accepted_at + limits.handshake_timeout,
+        partial_since: None,
+        pieces: Vec::new(),
+        head: Vec::new(),
+    };
+    let Err(end) = driver.run();
+    let address = connection.address;
+    match &end {
+        End::Done | End::Eof | End::Stopping => debug!("{address}: {end}"),
+        End::Timeout(_) => {
+            add(&shared.counters.timed_out, 1);
+            debug!("{address}: {end}: closed");
+        }
+        // Anyone can provoke these: one line each, but not for the whole log.
+        End::Refused(_) => {
+            if shared.refusal_log.allows() {
+                warn!("{address}: {end}: closed");
+            }
+        }
+        End::Truncated { .. } | End::Unreadable { .. } => {
+            add(&shared.counters.broken_off, 1);
+            if shared.refusal_log.allows() {
+                warn!("{address}: {end}: closed");
+            }
+        }
+        End::Torn | End::Gone(_) | End::Reloaded => debug!("{address}: {end}"),
+    }
+    driver.close(&end);
+}
+
+struct Driver<'a> {
+    shared: &'a Shared,
+    connection: &'a Connection,
+    session: ServerSession,
+    sender: Sender<'a>,
+    epoch: Arc<Epoch>,
+    /// Epoch of the greeting: a v1 client works with its manifest.
+    greeted: u32,
+    handshake_deadline: Instant,
+    /// When the request that is not whole was first seen.
+    partial_since: Option<Instant>,
+    /// Pieces of the current answer; kept for its memory.
+    pieces: Vec<FilePiece>,
+    head: Vec<u8>,
+}
+
+impl Driver<'_> {
+    fn run(&mut self) -> Result<std::convert::Infallible, End> {
+        self.flush()?;
+        loop {
+            self.notices()?;
+            while let Some(event) = self.session.poll_event() {
+                self.partial_since = None;
+                self.handle(event)?;
+                if self.session.output().len() >= OUTPUT_BYTES {
+                    self.flush()?;
+                }
+                self.notices()?;
+            }
+            self.flush()?;
+            self.receive()?;
+        }
+    }
+
+    /// What the rest of the peer has to tell this connection, between two answers.
+    fn notices(&mut self) -> Result<(), End> {
+        if self.shared.stopping.load(Ordering::SeqCst) {
+            self.refuse(ErrorCode::ShuttingDown, "the peer is shutting down");
+            return Err(End::Stopping);
+        }
+        if self.shared.epoch_number() != self.epoch.number {
+            if self.session.handshake_done() && !self.session.is_v2() {
+                return Err(End::Reloaded);
+            }
+            self.epoch = self.shared.epoch();
+            let welcome = self.epoch.welcome;
+            self.session.notify_changed(&welcome);
+            self.flush()?;
+        }
+        Ok(())
+    }
+
+    fn handle(&mut self, event: Event) -> Result<(), End> {
+        match event {
+            Event::V1Start if self.greeted != self.epoch.number => return Err(End::Reloaded),
+            Event::V1Start => self.handshake_done(),
+            Event::V1Read(key) => return self.read_v1(key),
+            Event::Hello(hello) => {
+                debug!(
+                    "{}: {:?} connection of client {:016x}",
+                    self.connection.address, hello.role, hello.client_id
+                );
+                let welcome = self.epoch.welcome;
+                self.session.accept(&welcome);
+                self.handshake_done();
+            }
+            Event::StoreInfo { id } => {
+                let info = self.epoch.info();
+                return self.answer(FrameKind::StoreInfoReply, id, info);
+            }
+            Event::Catalogue { id, request } => {
+                let blob = self.epoch.blob(request.layer, request.sections);
+                return self.answer(FrameKind::CatalogueReply, id, blob);
+            }
+            Event::Read { id, request } => return self.read(id, &request),
+            Event::ChecksumReport(report) => {
+                add(&self.shared.counters.checksum_reports, 1);
+                if self.shared.report_log.allows() {
+                    warn!(
+                        "{} got a wrong checksum for {} chunk {} (epoch {}): looking at the files",
+                        self.connection.address, report.key, report.chunk, report.epoch
+                    );
+                }
+                self.shared.report_wake.wake();
+            }
+            Event::V1End | Event::Goodbye => return Err(End::Done),
+            Event::ClientError(error) => {
+                debug!("{}: {}", self.connection.address, error.message);
+                return Err(End::Done);
+            }
+            Event::Closed(reason) => {
+                if self.session.is_v2() {
+                    self.shared.counters.error(match reason {
+                        CloseReason::Version { .. } => ErrorCode::UnsupportedVersion,
+                        _ => ErrorCode::BadFrame,
+                    });
+                }
+                return Err(End::Refused(reason));
+            }
+            other => debug!("{}: {other:?} ignored", self.connection.address),
+        }
+        Ok(())
+    }
+
+    fn handshake_done(&self) {
+        self.connection.handshaking.store(false, Ordering::SeqCst);
+    }
+
+    /// Sends a large answer from memory that connections share.
+    fn answer(
+        &mut self,
+        kind: FrameKind,
+        id: u64,
+        payload: Result<Arc<Vec<u8>>, SourceError>,
+    ) -> Result<(), End> {
+        add(&self.shared.counters.requests, 1);
+        let payload = match payload {
+            Ok(payload) => payload,
+            Err(e) => return self.error(id, e),
+        };
+        let header = FrameHeader {
+            // Bounded by `Epoch`.
+            payload_bytes: payload.len() as u32,
+            kind,
+            id,
+        };
+        self.session.output().extend_from_slice(&header.encode());
+        self.flush_before(!payload.is_empty())?;
+        self.sent(self.sender.bytes(&payload, false, None))
+    }
+
+    fn read(&mut self, id: u64, request: &ReadRequest) -> Result<(), End> {
+        add(&self.shared.counters.requests, 1);
+        let bytes = request.bytes;
+        let refusal = if request.epoch != self.epoch.number {
+            Err(SourceError::new(
+                ErrorCode::StoreChanged,
+                format!(
+                    "the READ was planned with epoch {}, this is epoch {}",
+                    request.epoch, self.epoch.number
+                ),
+            ))
+        } else if bytes == 0 || bytes > limits::READ_MAX_BYTES {
+            Err(SourceError::new(
+                ErrorCode::BadRange,
+                format!(
+                    "{bytes} bytes asked for, the limit is 1 to {}",
+                    limits::READ_MAX_BYTES
+                ),
+            ))
+        } else {
+            self.plan(request.key, request.offset, u64::from(bytes))
+        };
+        if let Err(e) = refusal {
+            return self.error(id, e);
+        }
+        let header = FrameHeader {
+            payload_bytes: bytes,
+            kind: FrameKind::Data,
+            id,
+        };
+        self.send_pieces(&header.encode(), u64::from(bytes))
+    }
+
+    fn read_v1(&mut self, key: Key) -> Result<(), End> {
+        add(&self.shared.counters.requests, 1);
+        let Some(manifest) = &self.epoch.greeting.manifest else {
+            return Err(End::Reloaded);
+        };
+        let bytes = manifest.record_stride;
+        match self.plan(key, 0, bytes) {
+            Ok(()) => self.send_pieces(&[v1::STATUS_OK], bytes),
+            Err(e) => {
+                self.shared.counters.error(e.code);
+                debug!("{}: {key}: {e}", self.connection.address);
+                self.session.output().push(v1::STATUS_ERROR);
+                Ok(())
+            }
+        }
+    }
+
+    /// Fills `pieces` with exactly the range, or says why nothing can be sent.
+    fn plan(&mut self, key: Key, offset: u64, bytes: u64) -> Result<(), SourceError> {
+        let pieces = &mut self.pieces;
+        pieces.clear();
+        let mut total = 0u64;
+        self.epoch
+            .source
+            .for_each_piece(key, offset, bytes, &mut |piece| {
+                total = total.saturating_add(piece.bytes());
+                push_merged(pieces, piece);
+            })?;
+        if total != bytes {
+            return Err(SourceError::new(
+                ErrorCode::Internal,
+                format!("the store gave {total} bytes for {bytes}"),
+            ));
+        }
+        let mut last = None;
+        for piece in &self.pieces {
+            if let FilePiece::File { file, .. } = *piece {
+                if last != Some(file) {
+                    self.epoch.check_file(file, &self.shared.counters)?;
+                    last = Some(file);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends what is queued, `head` and the planned pieces.
+    fn send_pieces(&mut self, head: &[u8], bytes: u64) -> Result<(), End> {
+        self.head.clear();
+        self.head.append(self.session.output());
+        self.head.extend_from_slice(head);
+        let outcome = self
+            .sender
+            .pieces(&self.head, &*self.epoch.source, &self.pieces);
+        if outcome.is_ok() {
+            add(&self.shared.counters.payload_bytes, bytes);
+        }
+        self.sent(outcome)
+    }
+
+    /// Queues a typed refusal.
+    fn error(&mut self, id: u64, error: SourceError) -> Result<(), End> {
+        self.shared.counters.error(error.code);
+        self.session.reply_error(id, error.code, error.message);
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<(), End> {
+        self.flush_before(false)
+    }
+
+    fn flush_before(&mut self, more: bool) -> Result<(), End> {
+        let deadline = match self.session.handshake_done() {
+            true => None,
+            false => Some(self.handshake_deadline),
+        };
+        let output = self.session.output();
+        let outcome = self.sender.bytes(output, more, deadline);
+        output.clear();
+        self.sent(outcome)
+    }
+
+    fn sent(&self, outcome: Result<(), SendError>) -> Result<(), End> {
+        let path = |file| match self.epoch.source.file_path(file) {
+            Some(path) => path.display().to_string(),
+            None => format!("file {file}"),
+        };
+        outcome.map_err(|e| match e {
+            SendError::Stalled => End::Timeout("progress of an answer"),
+            SendError::Gone(e) => End::Gone(e),
+            SendError::Truncated { file, offset } => {
+                let why = format!("it ends before byte {offset}");
+                self.epoch.revoke(file, &why, &self.shared.counters);
+                End::Truncated {
+                    path: path(file),
+                    offset,
+                }
+            }
+            SendError::Unreadable { file, source } => End::Unreadable {
+                path: path(file),
+                source,
+            },
+        })
+    }
+
+    /// Reads what the client has sent, or returns because there is a notice.
+    fn receive(&mut self) -> Result<(), End> {
+        let frame_timeout = self.shared.config.limits.frame_timeout;
+        if self.session.partial_bytes() > 0 && self.partial_since.is_none() {
+            self.partial_since = Some(Instant::now());
+        }
+        let (deadline, what) = match self.session.handshake_done() {
+            false => (Some(self.handshake_deadline), "handshake"),
+            true => (
+                self.partial_since.map(|since| since + frame_timeout),
+                "end of a request",
+            ),
+        };
+        let stream = self.connection.stream.as_fd();
+        loop {
+            match rustix::net::recv(stream, self.session.space(), RecvFlags::DONTWAIT) {
+                Ok((_, 0)) if self.session.partial_bytes() > 0 => return Err(End::Torn),
+                Ok((_, 0)) => return Err(End::Eof),
+                Ok((_, n)) => {
+                    self.session.filled(n);
+                    return Ok(());
+                }
+                Err(Errno::INTR) => continue,
+                Err(Errno::AGAIN) => {}
+                Err(e) => return Err(End::Gone(e.into())),
+            }
+            let mut fds = [
+                PollFd::from_borrowed_fd(stream, PollFlags::IN),
+                self.connection.wake.poll_fd(),
+            ];
+            if !wait(&mut fds, deadline).map_err(End::Gone)? {
+                self.refuse(ErrorCode::Timeout, format!("no {what} in time"));
+                return Err(End::Timeout(what));
+            }
+            if !fds[1].revents().is_empty() {
+                self.connection.wake.clear();
+                return Ok(());
+            }
+        }
+    }
+
+    fn refuse(&mut self, code: ErrorCode, message: impl Into<String>) {
+        if self.session.is_v2() {
+            self.shared.counters.error(code);
+        }
+        self.session.refuse(code, message);
+    }
+
+    /// Sends what the session still has to say, and closes so that it can arrive.
+    fn close(&mut self, end: &End) {
+        let last_words = match end {
+            End::Refused(_) | End::Timeout(_) | End::Stopping | End::Done => {
+                // A stalled client gets no second time-out: what does not fit now is lost.
+                let output = std::mem::take(self.session.output());
+                let now = Some(Instant::now() + LINGER);
+                !output.is_empty() && self.sender.bytes(&output, false, now).is_ok()
+            }
+            _ => false,
+        };
+        if !last_words {
+            return;
+        }
+        let stream = self.connection.stream.as_fd();
+        let _ = rustix::net::shutdown(stream, Shutdown::Write);
+        let deadline = Instant::now() + LINGER;
+        let mut scrap = [0u8; 4096];
+        let mut left = LINGER_MAX_BYTES;
+        while left > 0 {
+            match rustix::net::recv(stream, &mut scrap[..], RecvFlags::DONTWAIT) {
+                Ok((_, 0)) => return,
+                Ok((_, n)) => left = left.saturating_sub(n),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => {
+                    let mut fds = [PollFd::from_borrowed_fd(stream, PollFlags::IN)];
+                    if !wait(&mut fds, Some(deadline)).unwrap_or(false) {
+                        return;
+                    }
+                }
+                Err(_) => return,
+            }
+        }
+    }
+}
+
+/// Appends a piece, as one with the last where the bytes follow each other.
+fn push_merged(pieces: &mut Vec<FilePiece>, piece: FilePiece) {
+    match (pieces.last_mut(), piece) {
+        (_, FilePiece::File { bytes: 0, .. } | FilePiece::Zeros { bytes: 0 }) => {}
+        (Some(FilePiece::Zeros { bytes }), FilePiece::Zeros { bytes: n }) => *bytes += n,
+        (
+            Some(FilePiece::File {
+                file,
+                offset,
+                bytes,
+            }),
+            FilePiece::File {
+                file: next,
+                offset: at,
+                bytes: n,
+            },
+        ) if *file == next && offset.checked_add(*bytes) == Some(at) => *bytes += n,
+        _ => pieces.push(piece),
+    }
+}

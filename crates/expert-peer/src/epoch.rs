@@ -1,0 +1,136 @@
+//! One store as it is served, from its start or reload to the end of its last reply.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+
+use expert_wire::limits;
+use expert_wire::message::{ErrorCode, Welcome};
+use expert_wire::v1::{Greeting, V2Offer};
+use tracing::warn;
+
+use crate::stats::{Counters, add};
+use crate::{PeerError, Source, SourceError};
+
+/// Blobs that connections are sending now, by layer and sections.
+type Blobs = HashMap<(u32, u32), Weak<Vec<u8>>>;
+
+pub(crate) struct Epoch {
+    pub(crate) number: u32,
+    pub(crate) source: Arc<dyn Source>,
+    pub(crate) welcome: Welcome,
+    pub(crate) greeting: Greeting,
+    /// Files that are not what they were when the store was opened: never read again.
+    revoked: Vec<AtomicBool>,
+    info: OnceLock<Result<Arc<Vec<u8>>, SourceError>>,
+    blobs: Mutex<Blobs>,
+}
+
+impl Epoch {
+    pub(crate) fn new(
+        number: u32,
+        instance_id: u64,
+        source: Arc<dyn Source>,
+    ) -> Result<Self, PeerError> {
+        let manifest = source.v1_manifest().cloned();
+        if let Some(manifest) = &manifest {
+            manifest
+                .check()
+                .map_err(|e| PeerError::Store(e.to_string()))?;
+        }
+        let greeting = Greeting {
+            manifest,
+            v2: Some(V2Offer {
+                versions: vec![expert_wire::message::VERSION],
+                instance_id,
+                capabilities: vec!["tcp".into()],
+                refused: None,
+            }),
+        };
+        let welcome = Welcome {
+            instance_id,
+            epoch: number,
+            read_max_bytes: limits::READ_MAX_BYTES,
+            generation: source.generation(),
+            content_id: source.content_id(),
+            layout_id: source.layout_id(),
+        };
+        Ok(Self {
+            number,
+            welcome,
+            greeting,
+            revoked: (0..source.file_count())
+                .map(|_| AtomicBool::new(false))
+                .collect(),
+            info: OnceLock::new(),
+            blobs: Mutex::new(HashMap::new()),
+            source,
+        })
+    }
+
+    /// The answer to `StoreInfo`, the same memory for all connections.
+    pub(crate) fn info(&self) -> Result<Arc<Vec<u8>>, SourceError> {
+        let info = || bounded("the store's description", Arc::new(self.source.info_json()?));
+        self.info.get_or_init(info).clone()
+    }
+
+    /// A layer's blob. Connections that ask for the same one at a time share its memory, so that
+    /// slow clients cannot make the peer hold more than one copy of the catalogue per choice of
+    /// sections.
+    pub(crate) fn blob(&self, layer: u32, sections: u32) -> Result<Arc<Vec<u8>>, SourceError> {
+        let mut blobs = self.blobs.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (layer, sections);
+        if let Some(blob) = blobs.get(&key).and_then(Weak::upgrade) {
+            return Ok(blob);
+        }
+        let blob = Arc::new(self.source.layer_blob(layer, sections)?);
+        blobs.retain(|_, blob| blob.strong_count() > 0);
+        blobs.insert(key, Arc::downgrade(&blob));
+        bounded("the layer's description", blob)
+    }
+
+    /// Refuses a file from now on; says so once.
+    pub(crate) fn revoke(&self, file: u32, why: &str, counters: &Counters) {
+        let Some(revoked) = self.revoked.get(file as usize) else {
+            return;
+        };
+        if !revoked.swap(true, Ordering::SeqCst) {
+            add(&counters.store_changes, 1);
+            let path = self.source.file_path(file).unwrap_or("?".as_ref());
+            warn!(
+                "{} changed while it was served ({why}): its records are refused until the store is loaded again",
+                path.display()
+            );
+        }
+    }
+
+    /// Whether a file may be read. Looks at the file itself, so that a change is noticed with the
+    /// first answer after it, not only by the watcher.
+    pub(crate) fn check_file(&self, file: u32, counters: &Counters) -> Result<(), SourceError> {
+        let revoked = self.revoked.get(file as usize);
+        if revoked.is_some_and(|r| !r.load(Ordering::SeqCst)) {
+            match self.source.file_change(file) {
+                None => return Ok(()),
+                Some(why) => self.revoke(file, &why, counters),
+            }
+        }
+        Err(SourceError::new(
+            ErrorCode::StoreUnreadable,
+            "the file below this record changed on the peer; load the store there again",
+        ))
+    }
+}
+
+fn bounded(what: &str, bytes: Arc<Vec<u8>>) -> Result<Arc<Vec<u8>>, SourceError> {
+    if bytes.len() > limits::FRAME_MAX_BYTES as usize {
+        return Err(SourceError::new(
+            ErrorCode::Internal,
+            format!(
+                "{what} has {} bytes, the limit is {}",
+                bytes.len(),
+                limits::FRAME_MAX_BYTES
+            ),
+        ));
+    }
+    Ok(bytes)
+}

@@ -1,0 +1,82 @@
+//! What a peer has done so far.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use expert_wire::message::ErrorCode;
+
+/// One more than the largest error code on the wire.
+const CODES: usize = 14;
+
+/// Counters of a peer since its start.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PeerStats {
+    /// Connections that were let in.
+    pub connections_accepted: u64,
+    /// Connections that were turned away because of a limit.
+    pub connections_refused: u64,
+    /// Connections now.
+    pub connections_active: u64,
+    /// Connections that ended because a deadline passed (handshake, half a frame, stalled send).
+    pub connections_timed_out: u64,
+    /// Requests of all kinds, refused ones too; not pings.
+    pub requests: u64,
+    /// Record bytes of answers that were sent whole.
+    pub payload_bytes_sent: u64,
+    /// Answers that were broken off because a file ended early or could not be read.
+    pub replies_broken_off: u64,
+    /// Error frames by code; codes that did not occur are left out.
+    pub errors: Vec<(ErrorCode, u64)>,
+    /// Checksum reports of clients.
+    pub checksum_reports: u64,
+    /// Files of the store that were found changed.
+    pub store_changes: u64,
+    /// Stores taken up after the first.
+    pub reloads: u64,
+}
+
+#[derive(Default)]
+pub(crate) struct Counters {
+    pub(crate) accepted: AtomicU64,
+    pub(crate) refused: AtomicU64,
+    pub(crate) timed_out: AtomicU64,
+    pub(crate) requests: AtomicU64,
+    pub(crate) payload_bytes: AtomicU64,
+    pub(crate) broken_off: AtomicU64,
+    pub(crate) checksum_reports: AtomicU64,
+    pub(crate) store_changes: AtomicU64,
+    pub(crate) reloads: AtomicU64,
+    errors: [AtomicU64; CODES],
+}
+
+impl Counters {
+    pub(crate) fn error(&self, code: ErrorCode) {
+        if let Some(counter) = self.errors.get(code as usize) {
+            add(counter, 1);
+        }
+    }
+
+    pub(crate) fn snapshot(&self, active: u64) -> PeerStats {
+        let load = |counter: &AtomicU64| counter.load(Relaxed);
+        PeerStats {
+            connections_accepted: load(&self.accepted),
+            connections_refused: load(&self.refused),
+            connections_active: active,
+            connections_timed_out: load(&self.timed_out),
+            requests: load(&self.requests),
+            payload_bytes_sent: load(&self.payload_bytes),
+            replies_broken_off: load(&self.broken_off),
+            errors: (1..CODES)
+                .filter(|&code| load(&self.errors[code]) > 0)
+                .map(|code| (ErrorCode::from_wire(code as u16), load(&self.errors[code])))
+                .collect(),
+            checksum_reports: load(&self.checksum_reports),
+            store_changes: load(&self.store_changes),
+            reloads: load(&self.reloads),
+        }
+    }
+}
+
+pub(crate) fn add(counter: &AtomicU64, n: u64) {
+    counter.fetch_add(n, Relaxed);
+}

@@ -1,0 +1,690 @@
+//! The engine under a hand-driven clock and rails that do exactly what the test says.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use expert_arena::{ArenaBuilder, ExpertArena, ForeignMemory, SlotId};
+use expert_store::catalogue::{
+    CHUNK_BYTES, Class, Layer, Leaf, Records, Role, Stacking, Transform,
+};
+use expert_store::{Dtype, Key};
+use proptest::prelude::*;
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::*;
+use crate::config::Policy;
+use crate::rail::Landed;
+
+const TAG: ContentTag = ContentTag {
+    id: 7,
+    instance: None,
+};
+
+/// Byte `at` of the record of an expert; a function that differs between neighbours and experts.
+fn byte(expert: u32, at: u64) -> u8 {
+    (at.wrapping_mul(31) ^ (at >> 8) ^ u64::from(expert) * 97) as u8
+}
+
+const EXPERTS: u32 = 16;
+
+/// Record images of a size, made once.
+fn images(bytes: u64) -> Arc<Vec<Vec<u8>>> {
+    static MADE: Mutex<BTreeMap<u64, Arc<Vec<Vec<u8>>>>> = Mutex::new(BTreeMap::new());
+    MADE.lock()
+        .unwrap()
+        .entry(bytes)
+        .or_insert_with(|| {
+            let make = |e| (0..bytes).map(|at| byte(e, at)).collect();
+            Arc::new((0..EXPERTS).map(make).collect())
+        })
+        .clone()
+}
+
+fn layer(experts: u32, bytes: u64) -> Arc<Layer> {
+    let class = Class::layout(vec![Leaf {
+        role: Role::Gate,
+        leaf: "weight".into(),
+        name: "l.{}".into(),
+        stacking: Stacking::PerExpert,
+        dtype: Dtype::from_name("U8").unwrap(),
+        shape: vec![bytes],
+        source_dim0: 0,
+        image_offset: 0,
+        bytes,
+        transform: Transform::None,
+    }])
+    .unwrap();
+    let sums = (0..experts)
+        .flat_map(|e| {
+            images(class.image_bytes)[e as usize]
+                .chunks(CHUNK_BYTES as usize)
+                .map(xxh3_64)
+                .collect::<Vec<_>>()
+        })
+        .collect();
+    Arc::new(
+        Layer::new(
+            0,
+            0,
+            experts,
+            0,
+            vec![class],
+            (0..experts).collect(),
+            vec![],
+            Records::Remote,
+            Some(sums),
+            vec![],
+        )
+        .unwrap(),
+    )
+}
+
+/// An engine, its arena, and the READs that each rail holds.
+struct Bench {
+    engine: Engine,
+    arena: Arc<ExpertArena>,
+    layer: Arc<Layer>,
+    posted: Vec<Vec<Read>>,
+    now: Instant,
+    next_slot: u32,
+}
+
+fn caps() -> Capabilities {
+    Capabilities {
+        read_max_bytes: 1 << 24,
+        whole_records: false,
+        lanes: 1,
+        stall: Duration::from_millis(200),
+    }
+}
+
+impl Bench {
+    fn new(rails: usize, config: EngineConfig, record_bytes: u64) -> Self {
+        Self::with_caps(vec![caps(); rails], config, record_bytes)
+    }
+
+    fn with_caps(caps: Vec<Capabilities>, config: EngineConfig, record_bytes: u64) -> Self {
+        let now = Instant::now();
+        let layer = layer(EXPERTS, record_bytes);
+        let slot_bytes = layer.image_bytes_max() as usize;
+        let slots = 24;
+        let memory =
+            ForeignMemory::heap(slots as usize * slot_bytes.next_multiple_of(4096)).unwrap();
+        let arena = Arc::new(
+            ArenaBuilder::new()
+                .slab(slots, slot_bytes)
+                .foreign(memory)
+                .build()
+                .unwrap(),
+        );
+        let rails = caps.len();
+        let named = caps
+            .into_iter()
+            .enumerate()
+            .map(|(i, c)| (format!("rail{i}"), RailKind::Mock, c));
+        let mut bench = Self {
+            engine: Engine::new(config, named, 1, now),
+            arena,
+            layer,
+            posted: (0..rails).map(|_| Vec::new()).collect(),
+            now,
+            next_slot: 0,
+        };
+        bench.tick(Duration::ZERO);
+        for rail in 0..rails {
+            bench.event(rail, RailEvent::Ready(TAG));
+        }
+        bench
+    }
+
+    fn event(&mut self, rail: usize, event: RailEvent) {
+        self.engine.handle(self.now, RailId(rail), event);
+    }
+
+    fn tick(&mut self, by: Duration) -> Vec<Action> {
+        self.now += by;
+        self.engine.handle_time(self.now, |_| 0);
+        std::iter::from_fn(|| self.engine.poll_action()).collect()
+    }
+
+    fn order(&mut self, expert: u32) -> Order {
+        let slot = SlotId {
+            slab: 0,
+            slot: self.next_slot,
+        };
+        self.next_slot += 1;
+        let landing = self
+            .arena
+            .begin_landing(slot, self.layer.image_bytes_max() as usize)
+            .unwrap();
+        Order {
+            key: Key::new(0, expert),
+            position: expert as usize,
+            layer: self.layer.clone(),
+            content: TAG,
+            landing,
+            verify: true,
+        }
+    }
+
+    fn submit(&mut self, experts: &[u32]) -> Handle {
+        let orders = experts.iter().map(|&e| self.order(e)).collect();
+        let deadline = self.now + Duration::from_secs(2);
+        self.engine.submit(self.now, deadline, orders).unwrap()
+    }
+
+    fn post_all(&mut self) -> usize {
+        let mut n = 0;
+        while let Some((rail, read)) = self.engine.next_post(self.now) {
+            self.posted[rail.0].push(read);
+            n += 1;
+        }
+        n
+    }
+
+    /// Lets the READ at `index` of a rail land with the right bytes.
+    fn land(&mut self, rail: usize, index: usize) {
+        let mut read = self.posted[rail].remove(index);
+        write_right(&mut read);
+        self.complete(rail, read, Ok(Landed::default()));
+    }
+
+    fn complete(&mut self, rail: usize, read: Read, result: Result<Landed, ReadError>) {
+        self.event(rail, RailEvent::Completion(Completion { read, result }));
+    }
+
+    fn run_to_end(&mut self) {
+        loop {
+            self.post_all();
+            let Some(rail) = (0..self.posted.len()).find(|&r| !self.posted[r].is_empty()) else {
+                return;
+            };
+            self.land(rail, 0);
+        }
+    }
+
+    fn finished(&mut self) -> Finished {
+        self.engine.poll_finished().expect("the request ended")
+    }
+
+    /// Nothing is under way: no slot may be in landing or quarantine.
+    fn assert_no_slot_leaked(&self) {
+        for slot in 0..self.next_slot {
+            let state = self.arena.slot_state(SlotId { slab: 0, slot }).unwrap();
+            assert!(
+                matches!(
+                    state,
+                    expert_arena::SlotState::Free | expert_arena::SlotState::Committed
+                ),
+                "slot {slot} is {state:?}"
+            );
+        }
+    }
+}
+
+fn write_right(read: &mut Read) {
+    let images = images(read.layer.image_bytes_max());
+    let offset = read.range.offset();
+    let bytes = &images[read.key.expert as usize][offset..offset + read.range.len()];
+    read.range.write(0, bytes);
+}
+
+fn assert_right(finished: &Finished, experts: &[u32]) {
+    for (record, &expert) in finished.records.iter().zip(experts) {
+        let lease = &record.as_ref().expect("committed").lease;
+        assert!(lease[..] == images(lease.len() as u64)[expert as usize][..]);
+    }
+}
+
+fn config() -> EngineConfig {
+    EngineConfig {
+        window_bytes: 1 << 20,
+        read_bytes: CHUNK_BYTES,
+        ..EngineConfig::default()
+    }
+}
+
+const MEDIUM: u64 = 3 * CHUNK_BYTES + 700;
+
+#[test]
+fn batch_is_committed_with_its_bytes() {
+    let mut bench = Bench::new(1, config(), MEDIUM);
+    bench.submit(&[3, 1, 3]);
+    bench.run_to_end();
+    let finished = bench.finished();
+    assert!(finished.is_complete());
+    assert_right(&finished, &[3, 1, 3]);
+    drop(finished);
+    bench.assert_no_slot_leaked();
+}
+
+#[test]
+fn record_is_not_committed_before_its_last_read_came_back() {
+    let mut bench = Bench::new(1, config(), MEDIUM);
+    bench.submit(&[2]);
+    assert_eq!(bench.post_all(), 4);
+    for _ in 0..3 {
+        bench.land(0, 1.min(bench.posted[0].len() - 1));
+        assert!(bench.engine.poll_finished().is_none());
+    }
+    bench.land(0, 0);
+    assert!(bench.finished().is_complete());
+}
+
+#[test]
+fn request_larger_than_the_window_is_windowed() {
+    let mut bench = Bench::new(1, config(), MEDIUM);
+    bench.submit(&[0, 1, 2, 3]);
+    bench.post_all();
+    let out: u64 = bench.posted[0].iter().map(Read::bytes).sum();
+    assert!(out <= 1 << 20 && out > 0, "{out} bytes out");
+    bench.run_to_end();
+    assert!(bench.finished().is_complete());
+}
+
+#[test]
+fn read_larger_than_the_window_goes_out_alone() {
+    let config = EngineConfig {
+        window_bytes: 1000,
+        ..config()
+    };
+    let mut bench = Bench::new(1, config, MEDIUM);
+    bench.submit(&[0]);
+    assert_eq!(bench.post_all(), 1);
+    bench.run_to_end();
+    assert!(bench.finished().is_complete());
+}
+
+#[test]
+fn budget_refuses_the_second_request_and_never_the_first() {
+    let config = EngineConfig {
+        inflight_max_bytes: 10,
+        ..config()
+    };
+    let mut bench = Bench::new(1, config, MEDIUM);
+    bench.submit(&[0]);
+    let order = bench.order(1);
+    let (orders, refused) = bench
+        .engine
+        .submit(bench.now, bench.now + Duration::from_secs(1), vec![order])
+        .unwrap_err();
+    assert_eq!(refused.limit, 10);
+    drop(orders);
+    bench.run_to_end();
+    assert!(bench.finished().is_complete());
+    bench.assert_no_slot_leaked();
+    bench.submit(&[1]);
+}
+
+#[test]
+fn corrupt_chunk_is_read_again_and_then_fails_its_record_alone() {
+    let mut bench = Bench::new(1, config(), MEDIUM);
+    bench.submit(&[4, 5]);
+    let mut failures = 0;
+    for _ in 0..20 {
+        bench.post_all();
+        let Some(mut read) = bench.posted[0].pop() else {
+            break;
+        };
+        write_right(&mut read);
+        if read.key.expert == 5 && read.range.offset() == CHUNK_BYTES as usize {
+            read.range.write(9, &[!byte(5, CHUNK_BYTES + 9)]);
+            failures += 1;
+        }
+        bench.complete(0, read, Ok(Landed::default()));
+    }
+    assert_eq!(failures, 2, "one repetition");
+    let finished = bench.finished();
+    assert!(finished.records[0].is_ok());
+    assert!(matches!(
+        finished.records[1],
+        Err(Failure::Checksum(BadChunk { chunk: 1, .. }))
+    ));
+    assert_eq!(bench.engine.stats().verify_failures, 2);
+    drop(finished);
+    bench.assert_no_slot_leaked();
+}
+
+#[test]
+fn expired_request_quarantines_its_slot_until_the_reads_are_back() {
+    let mut bench = Bench::new(1, config(), MEDIUM);
+    bench.submit(&[6]);
+    bench.post_all();
+    bench.tick(Duration::from_secs(3));
+    let finished = bench.finished();
+    assert!(matches!(finished.records[0], Err(Failure::Deadline(_))));
+    let slot = SlotId { slab: 0, slot: 0 };
+    assert_eq!(
+        bench.arena.slot_state(slot),
+        Some(expert_arena::SlotState::Quarantined)
+    );
+    assert!(bench.arena.begin_landing(slot, 10).is_err());
+    while !bench.posted[0].is_empty() {
+        bench.land(0, 0);
+    }
+    assert!(bench.arena.begin_landing(slot, 10).is_ok());
+}
+
+#[test]
+fn cancelled_request_ends_at_once_and_posts_nothing_more() {
+    let mut bench = Bench::new(1, config(), 20 * CHUNK_BYTES);
+    let request = bench.submit(&[6]);
+    bench.post_all();
+    bench.engine.cancel(bench.now, request);
+    assert!(matches!(
+        bench.finished().records[0],
+        Err(Failure::Cancelled)
+    ));
+    while !bench.posted[0].is_empty() {
+        bench.land(0, 0);
+    }
+    assert_eq!(bench.post_all(), 0);
+    bench.assert_no_slot_leaked();
+}
+
+#[test]
+fn failed_rail_hands_its_reads_to_the_other() {
+    let mut bench = Bench::new(2, config(), MEDIUM);
+    bench.submit(&[0, 1]);
+    bench.post_all();
+    assert!(!bench.posted[0].is_empty() && !bench.posted[1].is_empty());
+    bench.event(0, RailEvent::Down("cable".into()));
+    assert_eq!(bench.tick(Duration::ZERO), [Action::Quiesce(RailId(0))]);
+    for read in std::mem::take(&mut bench.posted[0]) {
+        bench.complete(0, read, Err(ReadError::Flushed));
+    }
+    bench.engine.handle_quiesced(bench.now, RailId(0));
+    bench.run_to_end();
+    let finished = bench.finished();
+    assert_right(&finished, &[0, 1]);
+    assert!(bench.posted[0].is_empty());
+    assert!(bench.engine.stats().fallbacks > 0);
+}
+
+#[test]
+fn fail_fast_fails_what_used_the_rail() {
+    let config = EngineConfig {
+        on_failure: OnFailure::FailFast,
+        ..config()
+    };
+    let mut bench = Bench::new(2, config, MEDIUM);
+    bench.submit(&[0]);
+    bench.post_all();
+    bench.event(0, RailEvent::Down("cable".into()));
+    assert!(matches!(
+        bench.finished().records[0],
+        Err(Failure::RailFailed(_))
+    ));
+}
+
+#[test]
+fn failed_rail_comes_back_after_a_growing_wait() {
+    let mut bench = Bench::new(1, config(), MEDIUM);
+    bench.event(0, RailEvent::Down("cable".into()));
+    bench.tick(Duration::ZERO);
+    bench.engine.handle_quiesced(bench.now, RailId(0));
+    assert!(!bench.engine.is_healthy());
+    let mut waits = Vec::new();
+    for _ in 0..4 {
+        let before = bench.now;
+        while bench.tick(Duration::from_millis(1)).is_empty() {}
+        waits.push(bench.now - before);
+        bench.event(0, RailEvent::ProbeFailed("still".into()));
+    }
+    assert!(waits.windows(2).all(|w| w[1] > w[0]), "{waits:?}");
+    while bench.tick(Duration::from_millis(1)).is_empty() {}
+    bench.event(0, RailEvent::Ready(TAG));
+    assert!(bench.engine.is_healthy());
+    bench.submit(&[1]);
+    bench.run_to_end();
+    assert!(bench.finished().is_complete());
+}
+
+#[test]
+fn rail_without_progress_is_quiesced_and_one_with_progress_is_not() {
+    let mut bench = Bench::new(1, config(), MEDIUM);
+    bench.submit(&[1]);
+    bench.post_all();
+    for step in 0..10u64 {
+        bench.now += Duration::from_millis(100);
+        bench.engine.handle_time(bench.now, |_| step);
+        assert_eq!(bench.engine.poll_action(), None);
+    }
+    assert_eq!(
+        bench.tick(Duration::from_millis(50)).len(),
+        0,
+        "the counter went back to 0: movement"
+    );
+    assert_eq!(
+        bench.tick(Duration::from_millis(250)),
+        [Action::Quiesce(RailId(0))]
+    );
+    assert_eq!(bench.engine.stats().rails[0].errors_by_cause.stalls, 1);
+}
+
+#[test]
+fn idle_rail_never_counts_as_stalled() {
+    let mut bench = Bench::new(1, config(), MEDIUM);
+    for _ in 0..10 {
+        assert_eq!(bench.tick(Duration::from_secs(100)), []);
+    }
+    assert!(bench.engine.is_healthy());
+}
+
+#[test]
+fn content_that_nobody_serves_any_more_fails_and_is_not_mixed() {
+    let other = ContentTag {
+        id: 8,
+        instance: None,
+    };
+    let mut bench = Bench::new(2, config(), MEDIUM);
+    bench.submit(&[0, 1]);
+    bench.post_all();
+    bench.event(0, RailEvent::Ready(other));
+    assert!(
+        bench.engine.poll_finished().is_none(),
+        "rail 1 still has it"
+    );
+    for read in std::mem::take(&mut bench.posted[0]) {
+        bench.complete(0, read, Err(ReadError::ContentChanged));
+    }
+    bench.post_all();
+    assert!(
+        bench.posted[0].is_empty(),
+        "nothing goes to the other content"
+    );
+    bench.event(1, RailEvent::Ready(other));
+    let finished = bench.finished();
+    assert!(
+        finished
+            .records
+            .iter()
+            .all(|r| matches!(r, Err(Failure::ContentChanged)))
+    );
+}
+
+#[test]
+fn whole_record_rail_gets_whole_records() {
+    let caps = Capabilities {
+        whole_records: true,
+        ..caps()
+    };
+    let mut bench = Bench::with_caps(vec![caps], config(), MEDIUM);
+    bench.submit(&[0, 1]);
+    bench.post_all();
+    let image_bytes = bench.layer.image_bytes_max();
+    assert!(bench.posted[0].iter().all(|r| r.bytes() == image_bytes));
+    bench.run_to_end();
+    assert!(bench.finished().is_complete());
+}
+
+#[test]
+fn refused_post_is_posted_again() {
+    let mut bench = Bench::new(1, config(), MEDIUM);
+    bench.submit(&[0]);
+    let (rail, read) = bench.engine.next_post(bench.now).unwrap();
+    bench.engine.handle_post_refused(bench.now, rail, read);
+    bench.run_to_end();
+    assert_right(&bench.finished(), &[0]);
+}
+
+#[test]
+fn duplicate_experts_and_an_empty_batch_end_well() {
+    let mut bench = Bench::new(2, config(), 100);
+    bench.submit(&[]);
+    assert!(bench.finished().records.is_empty());
+    bench.submit(&[5, 5, 5]);
+    bench.run_to_end();
+    assert_right(&bench.finished(), &[5, 5, 5]);
+}
+
+#[test]
+fn expert_mod_stays_at_home_and_the_default_steals() {
+    for (policy, expect_other) in [(Policy::ExpertMod, false), (Policy::HomeSteal, true)] {
+        let mut bench = Bench::new(2, EngineConfig { policy, ..config() }, 20 * CHUNK_BYTES);
+        bench.submit(&[0, 2]); // both at home on rail 0
+        bench.post_all();
+        assert_eq!(!bench.posted[1].is_empty(), expect_other, "{policy:?}");
+        bench.run_to_end();
+        assert!(bench.finished().is_complete());
+    }
+}
+
+/// One step of the random walk below.
+#[derive(Debug, Clone)]
+enum Step {
+    Submit(Vec<u32>),
+    Post(u8),
+    Land(u8, u8),
+    Corrupt(u8, u8),
+    Down(u8),
+    Ready(u8),
+    Tick(u16),
+    Cancel,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        2 => proptest::collection::vec(0u32..16, 0..4).prop_map(Step::Submit),
+        4 => (1u8..8).prop_map(Step::Post),
+        8 => (any::<u8>(), any::<u8>()).prop_map(|(a, b)| Step::Land(a, b)),
+        1 => (any::<u8>(), any::<u8>()).prop_map(|(a, b)| Step::Corrupt(a, b)),
+        1 => any::<u8>().prop_map(Step::Down),
+        2 => any::<u8>().prop_map(Step::Ready),
+        2 => (0u16..400).prop_map(Step::Tick),
+        1 => Just(Step::Cancel),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+
+    /// Whatever order things happen in: no byte is outstanding twice, windows hold, what is
+    /// committed is right, every request ends, no slot is lost.
+    #[test]
+    fn random_walk_never_breaks_a_rule(
+        rails in 1usize..5,
+        record_bytes in prop_oneof![Just(100u64), Just(CHUNK_BYTES), Just(MEDIUM), Just(9 * CHUNK_BYTES - 1)],
+        policy in prop_oneof![Just(Policy::HomeSteal), Just(Policy::ExpertMod), Just(Policy::Split)],
+        steps in proptest::collection::vec(step(), 1..120),
+    ) {
+        let config = EngineConfig { policy, ..config() };
+        let window = config.window_bytes;
+        let mut bench = Bench::new(rails, config, record_bytes);
+        let mut wanted: HashMap<Handle, Vec<u32>> = HashMap::new();
+        let mut quiescing: Vec<usize> = Vec::new();
+        let mut ended = 0;
+        for step in steps {
+            match step {
+                Step::Submit(experts) => {
+                    if bench.next_slot as usize + experts.len() <= 24 {
+                        let handle = bench.submit(&experts);
+                        wanted.insert(handle, experts);
+                    }
+                }
+                Step::Post(n) => {
+                    for _ in 0..n {
+                        if let Some((rail, read)) = bench.engine.next_post(bench.now) {
+                            bench.posted[rail.0].push(read);
+                        }
+                    }
+                }
+                Step::Land(r, i) => {
+                    let rail = r as usize % rails;
+                    if !bench.posted[rail].is_empty() {
+                        let index = i as usize % bench.posted[rail].len();
+                        bench.land(rail, index);
+                    }
+                }
+                Step::Corrupt(r, i) => {
+                    let rail = r as usize % rails;
+                    if !bench.posted[rail].is_empty() {
+                        let index = i as usize % bench.posted[rail].len();
+                        let mut read = bench.posted[rail].remove(index);
+                        read.range.fill_zero(0, 1);
+                        bench.complete(rail, read, Ok(Landed::default()));
+                    }
+                }
+                Step::Down(r) => bench.event(r as usize % rails, RailEvent::Down("test".into())),
+                Step::Ready(r) => bench.event(r as usize % rails, RailEvent::Ready(TAG)),
+                Step::Tick(ms) => {
+                    for action in bench.tick(Duration::from_millis(u64::from(ms))) {
+                        match action {
+                            Action::Quiesce(rail) => quiescing.push(rail.0),
+                            Action::Probe(_) => {}
+                        }
+                    }
+                }
+                Step::Cancel => {
+                    if let Some(&handle) = wanted.keys().next() {
+                        bench.engine.cancel(bench.now, handle);
+                    }
+                }
+            }
+            while let Some(action) = bench.engine.poll_action() {
+                if let Action::Quiesce(rail) = action {
+                    quiescing.push(rail.0);
+                }
+            }
+            // A rail that is told to stop gives everything back, then is quiesced.
+            for rail in quiescing.drain(..) {
+                for read in std::mem::take(&mut bench.posted[rail]) {
+                    bench.complete(rail, read, Err(ReadError::Flushed));
+                }
+                bench.engine.handle_quiesced(bench.now, RailId(rail));
+            }
+            // The memory rule: no byte of a slot is outstanding twice, over all rails.
+            let mut spans: Vec<_> = bench.posted.iter().flatten()
+                .map(|r| (r.range.slot(), r.range.offset(), r.range.offset() + r.range.len()))
+                .collect();
+            spans.sort();
+            prop_assert!(spans.windows(2).all(|w| w[0].0 != w[1].0 || w[0].2 <= w[1].1));
+            for reads in &bench.posted {
+                let out: u64 = reads.iter().map(Read::bytes).sum();
+                prop_assert!(out <= window || reads.len() == 1);
+            }
+            while let Some(finished) = bench.engine.poll_finished() {
+                ended += 1;
+                let experts = wanted.remove(&finished.request).expect("ends once");
+                for (record, expert) in finished.records.iter().zip(experts) {
+                    if let Ok(committed) = record {
+                        let lease = &committed.lease;
+                        prop_assert!(lease[..] == images(lease.len() as u64)[expert as usize][..]);
+                    }
+                }
+            }
+        }
+        // Everything ends by its deadline, and no slot is lost once the rails are empty.
+        bench.tick(Duration::from_secs(10));
+        while bench.engine.poll_finished().is_some() {
+            ended += 1;
+        }
+        prop_assert_eq!(bench.engine.open_requests(), 0);
+        prop_assert_eq!(ended as u64, bench.engine.stats().requests);
+        for reads in std::mem::take(&mut bench.posted) {
+            drop(reads);
+        }
+        bench.assert_no_slot_leaked();
+    }
+}
