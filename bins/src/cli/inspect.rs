@@ -170,7 +170,10 @@ fn text(store: &Store, all: &Inspection<'_>, leaves: bool) -> String {
     let id = all.content_id.clone();
     let mut out = output::pairs(&[
         ("path", all.path.clone()),
-        ("kind", format!("{}, {}", word(&all.kind), word(&all.container))),
+        (
+            "kind",
+            format!("{}, {}", word(&all.kind), word(&all.container)),
+        ),
         ("stack", format!("{} ({})", all.stack, word(&all.class))),
         ("layers", all.layers.len().to_string()),
         ("records", grouped(all.records)),
@@ -185,9 +188,15 @@ fn text(store: &Store, all: &Inspection<'_>, leaves: bool) -> String {
         ("dtypes", all.dtypes.join(" ")),
         ("files", store.files().len().to_string()),
         ("generation", all.generation.to_string()),
-        ("content id", id.unwrap_or_else(|| "none: no checksums".to_owned())),
+        (
+            "content id",
+            id.unwrap_or_else(|| "none: no checksums".to_owned()),
+        ),
         ("layout id", all.layout_id.to_owned()),
-        ("payload-digest", all.payload_digest.clone().unwrap_or_else(none)),
+        (
+            "payload-digest",
+            all.payload_digest.clone().unwrap_or_else(none),
+        ),
     ]);
     out.push('\n');
     out.push_str(&layer_table(&all.layers));
@@ -211,7 +220,15 @@ fn layer_table(layers: &[LayerInspection<'_>]) -> String {
         rows.push(row);
     }
     output::table(
-        &["layer", "model layer", "experts", "held", "record bytes", "stride", "dtypes"],
+        &[
+            "layer",
+            "model layer",
+            "experts",
+            "held",
+            "record bytes",
+            "stride",
+            "dtypes",
+        ],
         &rows,
     )
 }

@@ -5,10 +5,12 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use expert_store::StoreError;
+use expert_tier::TierError;
 
 pub mod args;
 pub mod bar;
 pub mod extract;
+pub mod fetch;
 pub mod index;
 pub mod inspect;
 pub mod output;
@@ -40,6 +42,7 @@ enum Command {
     Inspect(inspect::Args),
     Verify(verify::Args),
     Extract(extract::Args),
+    Fetch(fetch::Args),
     Synth(synth::Args),
 }
 
@@ -79,6 +82,7 @@ pub fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(&args),
         Command::Verify(args) => verify::run(&args),
         Command::Extract(args) => extract::run(&args),
+        Command::Fetch(args) => fetch::run(&args),
         Command::Synth(args) => synth::run(&args),
     };
     match result {
@@ -93,7 +97,9 @@ pub fn main() -> ExitCode {
 /// 2 where the command was wrong, 1 where the work failed.
 pub fn exit_code(error: &anyhow::Error) -> u8 {
     let usage = error.chain().any(|cause| {
-        cause.is::<UsageError>() || matches!(cause.downcast_ref(), Some(StoreError::Usage(_)))
+        cause.is::<UsageError>()
+            || matches!(cause.downcast_ref(), Some(StoreError::Usage(_)))
+            || matches!(cause.downcast_ref(), Some(TierError::Config(_)))
     });
     if usage { 2 } else { 1 }
 }

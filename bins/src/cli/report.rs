@@ -26,7 +26,12 @@ struct Built<'a> {
 /// Prints what was built. `bytes_read` tells whether records were read, or headers alone.
 ///
 /// *Errors*: standard output cannot be written.
-pub fn print(report: &Report, began: Instant, records_read: bool, json: bool) -> anyhow::Result<()> {
+pub fn print(
+    report: &Report,
+    began: Instant,
+    records_read: bool,
+    json: bool,
+) -> anyhow::Result<()> {
     let seconds = began.elapsed().as_secs_f64();
     let rate = match records_read {
         true => gb_per_s(report.image_bytes, seconds),

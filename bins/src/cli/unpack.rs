@@ -75,7 +75,10 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         ("files", grouped(unpacked.files as u64)),
         ("tensors", grouped(unpacked.tensors as u64)),
         ("bytes", human_bytes(unpacked.bytes)),
-        ("took", format!("{seconds:.2} s, {:.2} GB/s", unpacked.gb_per_s)),
+        (
+            "took",
+            format!("{seconds:.2} s, {:.2} GB/s", unpacked.gb_per_s),
+        ),
     ]))?;
     Ok(ExitCode::SUCCESS)
 }

@@ -112,7 +112,10 @@ fn text(verified: &Verified<'_>) -> String {
         (true, _) => "every byte is right".to_owned(),
         (false, 0) => format!(
             "BAD: the payload digest recorded is {}",
-            verified.recorded_payload_digest.as_deref().unwrap_or("none")
+            verified
+                .recorded_payload_digest
+                .as_deref()
+                .unwrap_or("none")
         ),
         (false, _) => format!(
             "BAD: {} chunks differ, {} other errors",
@@ -125,9 +128,18 @@ fn text(verified: &Verified<'_>) -> String {
         ("result", verdict),
         ("records", grouped(report.records)),
         ("bytes", human_bytes(report.bytes)),
-        ("content id", verified.content_id.clone().unwrap_or_else(none)),
-        ("payload-digest", verified.payload_digest.clone().unwrap_or_else(none)),
-        ("took", format!("{:.2} s, {:.2} GB/s", verified.seconds, verified.gb_per_s)),
+        (
+            "content id",
+            verified.content_id.clone().unwrap_or_else(none),
+        ),
+        (
+            "payload-digest",
+            verified.payload_digest.clone().unwrap_or_else(none),
+        ),
+        (
+            "took",
+            format!("{:.2} s, {:.2} GB/s", verified.seconds, verified.gb_per_s),
+        ),
     ]));
     out
 }

@@ -18,9 +18,13 @@ use std::time::{Duration, Instant};
 /// machines, and a slot is no unit of protection, so it needs no whole pages.
 pub const SLOT_ALIGN_BYTES: usize = 4096;
 
-/// Bytes that one system call populates or locks: long enough to cost nothing, short enough (some 20 ms) that other
+/// Bytes that one system call populates: long enough to cost nothing, short enough (some 20 ms) that other
 /// threads of the process, which wait for the same lock of its address space, keep going.
 const STEP_BYTES: usize = 64 << 20;
+
+/// Bytes that one system call locks. The pages are present by then, so a step is short whatever its size; this one is
+/// below the limit of an ordinary user (8 MiB), which makes a failure half-way the case that is met and tested.
+const LOCK_STEP_BYTES: usize = 4 << 20;
 
 /// A pool is passed over when rounding up to its pages would waste more than this part of the arena.
 const HUGE_WASTE_DIVISOR: usize = 8;
@@ -257,7 +261,7 @@ impl Mapping {
     /// Makes every page present, step by step.
     fn populate(&self, pages: PageKind) -> Result<(), ArenaError> {
         let mut can_advise = true;
-        for (at, len) in steps(self.bytes) {
+        for (at, len) in steps(self.bytes, STEP_BYTES) {
             if can_advise {
                 // Linux before 5.14 does not know the advice. Touching is no way out for explicit huge pages: where
                 // the node or the control group has none left, it ends in SIGBUS and not in an error.
@@ -339,7 +343,7 @@ impl Mapping {
     }
 
     fn lock_steps(&self) -> Result<(), (usize, io::Error)> {
-        for (at, len) in steps(self.bytes) {
+        for (at, len) in steps(self.bytes, LOCK_STEP_BYTES) {
             let start = self.at(at);
             // SAFETY: `at..at + len` lies inside this mapping; locking changes no contents.
             let rc = unsafe { libc::mlock(start.cast(), len) };
@@ -374,10 +378,10 @@ impl Drop for Mapping {
 }
 
 /// The steps in which a mapping is worked through: offset and length.
-fn steps(bytes: usize) -> impl Iterator<Item = (usize, usize)> {
+fn steps(bytes: usize, step: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..bytes)
-        .step_by(STEP_BYTES)
-        .map(move |at| (at, STEP_BYTES.min(bytes - at)))
+        .step_by(step)
+        .map(move |at| (at, step.min(bytes - at)))
 }
 
 /// A mapping of explicit huge pages, present and bound, if they are wanted and there.
@@ -491,7 +495,7 @@ mod tests {
     fn steps_cover_every_byte_once() {
         for bytes in [1, STEP_BYTES - 1, STEP_BYTES, 3 * STEP_BYTES + 5] {
             let mut next = 0;
-            for (at, len) in steps(bytes) {
+            for (at, len) in steps(bytes, STEP_BYTES) {
                 assert_eq!(at, next);
                 assert!((1..=STEP_BYTES).contains(&len));
                 next = at + len;

@@ -5,7 +5,7 @@ mod common;
 use common::{Switch, land, lasting_pages, slot};
 use expert_arena::{
     ArenaBuilder, ArenaError, ExpertArena, ForeignMemory, HugePages, Lock, LockOutcome, PageKind,
-    SLOT_ALIGN_BYTES, SlotId,
+    SLOT_ALIGN_BYTES, SlotId, memlock_limit_bytes,
 };
 use std::path::Path;
 use std::process::Command;
@@ -389,8 +389,11 @@ fn device_address_exists_only_if_someone_supplied_it() {
     assert!(matches!(error, Err(ArenaError::DeviceBaseConflict { .. })));
 }
 
-/// A limit that some but not all of the arena fits in, so that locking fails half-way.
-const LOW_LIMIT_BYTES: u64 = 80 << 20;
+/// A limit that some but not all of an arena of 16 MiB fits in, so that locking fails half-way. An ordinary user may
+/// not raise a limit, so one that is lower already stays.
+fn low_limit_bytes() -> u64 {
+    memlock_limit_bytes().unwrap_or(u64::MAX).min(6 << 20)
+}
 
 /// Set in the process that this test starts, which has a low limit and no right to exceed it.
 const CHILD: &str = "EXPERT_ARENA_TEST_LOCK_CHILD";
@@ -425,8 +428,8 @@ fn lower_limit(child: &mut Command) {
     /// As the kernel has it (linux/capability.h).
     const CAP_IPC_LOCK: libc::c_ulong = 14;
     let limit = libc::rlimit {
-        rlim_cur: LOW_LIMIT_BYTES,
-        rlim_max: LOW_LIMIT_BYTES,
+        rlim_cur: low_limit_bytes(),
+        rlim_max: low_limit_bytes(),
     };
     let prepare = move || {
         // SAFETY: the limit is a valid rlimit for the whole call.
@@ -454,22 +457,20 @@ fn lock_with_a_low_limit() {
     );
     let builder = || {
         ArenaBuilder::new()
-            .slab(1, 96 << 20)
+            .slab(1, 16 << 20)
             .huge_pages(HugePages::Never)
     };
 
     let error = builder().lock(Lock::Require).build().unwrap_err();
+    let limit = low_limit_bytes();
     assert!(matches!(
         error,
-        ArenaError::Lock {
-            need_bytes: 100_663_296,
-            limit_bytes: Some(LOW_LIMIT_BYTES),
-            ..
-        }
+        ArenaError::Lock { need_bytes: 16_777_216, limit_bytes, .. } if limit_bytes == Some(limit)
     ));
     let text = error.to_string();
+    let numbers = format!("{limit} bytes, need 16777216");
     for part in [
-        "83886080 bytes, need 100663296",
+        numbers.as_str(),
         "ulimit -l unlimited",
         "LimitMEMLOCK=infinity",
         "--ulimit memlock=-1:-1",

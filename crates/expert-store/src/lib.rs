@@ -61,3 +61,6 @@ pub use unpack::{UnpackOptions, UnpackReport, unpack};
 pub use v1::pack_v1;
 pub use verify::{BadChunk, VerifyOptions, VerifyReport, verify};
 pub use work::WorkOptions;
+
+#[cfg(test)]
+mod tests;

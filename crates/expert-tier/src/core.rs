@@ -234,6 +234,7 @@ impl Pending<'_> {
                     layer: layer.clone(),
                     position: *position,
                     verified: committed.verified,
+                    took: committed.took,
                 })
             }
             Err(failure) => Err(match failure {

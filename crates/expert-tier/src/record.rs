@@ -1,6 +1,7 @@
 //! A fetched record: a lease on its slot together with what its bytes mean.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use expert_arena::{Lease, Residency};
 use expert_store::catalogue::{Class, Layer, Leaf};
@@ -17,6 +18,7 @@ pub struct Record {
     pub(crate) layer: Arc<Layer>,
     pub(crate) position: usize,
     pub(crate) verified: bool,
+    pub(crate) took: Duration,
 }
 
 impl Record {
@@ -45,6 +47,11 @@ impl Record {
     /// Whether its checksums were compared at this fetch.
     pub fn is_verified(&self) -> bool {
         self.verified
+    }
+
+    /// Time from the request's submission to this record's commit.
+    pub fn took(&self) -> Duration {
+        self.took
     }
 
     /// Layout and checksums of its layer.

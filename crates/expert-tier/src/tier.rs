@@ -53,6 +53,24 @@ pub trait ExpertTier: Send + Sync {
         stream: u64,
     ) -> Result<Vec<Result<Record, TierError>>, TierError>;
 
+    /// Begins a batch and returns at once; `time` replaces the default deadline.
+    ///
+    /// *Errors*: as [`ExpertTier::fetch_many`].
+    fn submit(
+        &self,
+        batch: &[(Key, SlotId)],
+        time: Option<Duration>,
+    ) -> Result<Pending<'_>, TierError>;
+
+    /// Where records land.
+    fn arena(&self) -> &Arc<ExpertArena>;
+
+    /// What there is to fetch, as far as known at the last call.
+    fn info(&self) -> StoreInfo;
+
+    /// The numbers so far.
+    fn stats(&self) -> TierStats;
+
     /// What it reads from.
     fn kind(&self) -> TierKind;
 
@@ -337,34 +355,6 @@ pub fn largest_image_bytes(info: &StoreInfo) -> u64 {
 
 macro_rules! tier {
     ($name:ident, $kind:expr) => {
-        impl $name {
-            /// Where records land.
-            pub fn arena(&self) -> &Arc<ExpertArena> {
-                self.core.arena()
-            }
-
-            /// What is there to fetch, as far as known at the last call.
-            pub fn info(&self) -> StoreInfo {
-                self.core.info()
-            }
-
-            /// The numbers so far.
-            pub fn stats(&self) -> TierStats {
-                self.core.stats()
-            }
-
-            /// Begins a batch and returns at once; `time` replaces the default deadline.
-            ///
-            /// *Errors*: as [`ExpertTier::fetch_many`].
-            pub fn submit(
-                &self,
-                batch: &[(Key, SlotId)],
-                time: Option<Duration>,
-            ) -> Result<Pending<'_>, TierError> {
-                self.core.submit(batch, time)
-            }
-        }
-
         impl ExpertTier for $name {
             fn fetch(&self, key: Key, slot: SlotId, stream: u64) -> Result<Record, TierError> {
                 let mut records = self.fetch_many(&[(key, slot)], stream)?;
@@ -380,6 +370,26 @@ macro_rules! tier {
                     return Err(TierError::UnsupportedStream { stream });
                 }
                 Ok(self.core.submit(batch, None)?.wait()?.0)
+            }
+
+            fn submit(
+                &self,
+                batch: &[(Key, SlotId)],
+                time: Option<Duration>,
+            ) -> Result<Pending<'_>, TierError> {
+                self.core.submit(batch, time)
+            }
+
+            fn arena(&self) -> &Arc<ExpertArena> {
+                self.core.arena()
+            }
+
+            fn info(&self) -> StoreInfo {
+                self.core.info()
+            }
+
+            fn stats(&self) -> TierStats {
+                self.core.stats()
             }
 
             fn kind(&self) -> TierKind {

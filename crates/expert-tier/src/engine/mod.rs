@@ -84,6 +84,8 @@ pub struct Committed {
     pub lease: Lease,
     /// Whether checksums were compared.
     pub verified: bool,
+    /// From submission to this commit.
+    pub took: Duration,
 }
 
 /// A request that ended.
@@ -601,12 +603,22 @@ impl Engine {
             .expect("only open records commit");
         let bytes = record.landing.image_bytes() as u64;
         let verified = record.verified && record.layer.checksums.is_some();
+        let took = self
+            .requests
+            .get(record.request)
+            .map_or(Duration::ZERO, |r| {
+                now.saturating_duration_since(r.submitted)
+            });
         let result = match record.landing.commit() {
             Ok(lease) => {
                 self.counters.records += 1;
                 self.counters.bytes += bytes;
                 self.counters.unverified += u64::from(!verified);
-                Ok(Committed { lease, verified })
+                Ok(Committed {
+                    lease,
+                    verified,
+                    took,
+                })
             }
             // The engine counts what the arena counts, so this is a bug of ours; the arena's word
             // stands and nothing is handed out.

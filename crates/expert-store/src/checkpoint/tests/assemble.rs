@@ -261,6 +261,18 @@ fn layers_without_experts_leave_nothing_or_say_so() {
         "no elements",
     );
     none(&[], "no tensors");
+    // Many experts of no bytes beside a scalar must not be worth memory.
+    none(
+        &[
+            (
+                "model.layers.0.mlp.experts.gate_up_proj",
+                "U8",
+                &[65_535, 0, 1],
+            ),
+            ("model.layers.0.mlp.experts.gate_up_proj_scale", "F32", &[]),
+        ],
+        "no elements",
+    );
     let l = only_layer(
         &[(
             "model.layers.0.mlp.experts.gate_up_proj",

@@ -1,0 +1,628 @@
+//! `atlas-expert fetch`: every record, or some, through a backend into an arena, proven and timed.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use clap::ValueEnum;
+use expert_arena::{ArenaBuilder, ExpertArena, SlotId};
+use expert_store::digest::PayloadDigest;
+use expert_store::info::{StoreInfo, hex128, parse_hex128};
+use expert_store::progress::Progress;
+use expert_store::{Key, OpenOptions, Store};
+use expert_tier::stats::RailStats;
+use expert_tier::{
+    Deadline, EngineConfig, ExpertTier, OnFailure, Pending, Policy, TierBuilder, Verify, env,
+    largest_image_bytes,
+};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+use rustix::time::{ClockId, clock_gettime};
+use serde::Serialize;
+
+use super::args::SelectArgs;
+use super::output::{self, grouped, human_bytes};
+use super::{UsageError, bar, signals};
+
+/// Records whose trouble is listed; more are counted.
+const ERRORS_SHOWN: u64 = 20;
+
+/// Fetch records through a backend, prove every byte and print a digest of all of them.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Where records come from
+    #[arg(long, value_enum, default_value_t = Backend::Rdma)]
+    expert_backend: Backend,
+    /// Peer to fetch from; default: ATLAS_EXPERT_PEER
+    #[arg(long, value_name = "HOST:PORT")]
+    expert_peer: Option<String>,
+    /// Store or checkpoint to read (posix)
+    #[arg(long, value_name = "PATH")]
+    store: Option<PathBuf>,
+    /// The stack to take, by its name prefix (posix, where a checkpoint has several)
+    #[arg(long, value_name = "PREFIX")]
+    stack: Option<String>,
+    /// MoE layers by dense index, counted from 0 (the end is not included): `0..4` or `0,2,8..12`
+    #[arg(long, value_name = "RANGES")]
+    layers: Option<String>,
+    /// Experts of every layer: `0..64` or `0,2,8..12`
+    #[arg(long, value_name = "RANGES")]
+    experts: Option<String>,
+    /// Records per request
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    batch: u32,
+    /// Requests under way at once
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
+    depth: u32,
+    /// TCP connections (rdma) or reader threads (posix)
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    streams: u32,
+    /// Fetch N records drawn at random instead of all in order
+    #[arg(long, value_name = "N")]
+    random: Option<u64>,
+    /// Seed of the draw
+    #[arg(long, value_name = "S", default_value_t = 0, requires = "random")]
+    seed: u64,
+    /// When checksums are compared
+    #[arg(long, value_enum, default_value_t = VerifyArg::Always)]
+    verify: VerifyArg,
+    /// Do not compute the payload digest: for timing
+    #[arg(long)]
+    no_digest: bool,
+    /// Refuse any other content than this
+    #[arg(long, value_name = "32 HEX DIGITS")]
+    expect_content_id: Option<String>,
+    /// Passes over the same records
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    repeat: u32,
+    /// Longest time for one request, milliseconds; default: 2000 and 1 per 10 kB
+    #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..=86_400_000))]
+    deadline_ms: Option<u64>,
+    /// Bytes in flight per connection, KiB
+    #[arg(long, value_name = "KIB", default_value_t = 4096, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
+    window_kib: u64,
+    /// Bytes of one READ, KiB; rounded down to multiples of 256
+    #[arg(long, value_name = "KIB", default_value_t = 1024, value_parser = clap::value_parser!(u64).range(256..=16_384))]
+    read_kib: u64,
+    /// How READs are spread over rails
+    #[arg(long, value_enum, default_value_t = PolicyArg::HomeSteal)]
+    policy: PolicyArg,
+    /// Fail a request at the first failure of a rail instead of waiting for it to come back
+    #[arg(long)]
+    fail_fast: bool,
+    /// Memory that the arena leaves to others, GB; default: the larger of 8 GB and 8 %, less on small machines
+    #[arg(long, value_name = "GB")]
+    reserve_gb: Option<f64>,
+    /// Print JSON, for programs
+    #[arg(long)]
+    json: bool,
+    /// No progress bar
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Backend {
+    /// Plain reads of a store on this machine
+    Posix,
+    /// A peer, over TCP
+    Rdma,
+    /// A peer, by one-sided READs
+    RdmaVerbs,
+    /// This machine's disk, by direct reads
+    Uma,
+}
+
+impl Backend {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Posix => "posix",
+            Self::Rdma => "rdma",
+            Self::RdmaVerbs => "rdma-verbs",
+            Self::Uma => "uma",
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum VerifyArg {
+    /// At each fetch
+    Always,
+    /// At the first fetch of each record
+    First,
+    /// Never
+    Off,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum PolicyArg {
+    /// Rail `expert % rails`; idle rails help
+    HomeSteal,
+    /// Rail `expert % rails` alone
+    ExpertMod,
+    /// All rails share each record
+    Split,
+}
+
+/// What one run did; `--json` prints it as it is.
+#[derive(Debug, Serialize)]
+struct Report {
+    backend: &'static str,
+    records: u64,
+    failed: u64,
+    bytes: u64,
+    seconds: f64,
+    gb_per_s: f64,
+    record_p50_us: u64,
+    record_p99_us: u64,
+    batch_p50_us: u64,
+    batch_p99_us: u64,
+    cpu_seconds_per_gib: f64,
+    verify_seconds: f64,
+    payload_digest: Option<String>,
+    content_id: Option<String>,
+    verified: bool,
+    verify_failures: u64,
+    fallbacks: u64,
+    rails: Vec<RailStats>,
+}
+
+/// Runs the command.
+///
+/// *Errors*: nothing could be fetched at all. Records that fail alone are listed, and the exit
+/// code is 1.
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let cancel = signals::cancel_flag().context("installing signal handlers")?;
+    let expect = match &args.expect_content_id {
+        Some(text) => Some(
+            parse_hex128(text)
+                .map_err(UsageError)
+                .context("--expect-content-id")?,
+        ),
+        None => env::content_id()?,
+    };
+    let builder = TierBuilder::new()
+        .engine(EngineConfig {
+            window_bytes: args.window_kib << 10,
+            read_bytes: args.read_kib << 10,
+            policy: match args.policy {
+                PolicyArg::HomeSteal => Policy::HomeSteal,
+                PolicyArg::ExpertMod => Policy::ExpertMod,
+                PolicyArg::Split => Policy::Split,
+            },
+            on_failure: match args.fail_fast {
+                true => OnFailure::FailFast,
+                false => OnFailure::Failover,
+            },
+            ..EngineConfig::default()
+        })
+        .verify(match args.verify {
+            VerifyArg::Always => Verify::Always,
+            VerifyArg::First => Verify::First,
+            VerifyArg::Off => Verify::Off,
+        })
+        .deadline(match args.deadline_ms {
+            Some(ms) => Deadline {
+                base: Duration::from_millis(ms),
+                floor_bytes_per_s: 0,
+            },
+            None => Deadline::default(),
+        })
+        .streams(args.streams)
+        .expect_content_id(expect);
+    let (tier, keys): (Box<dyn ExpertTier>, Vec<Key>) = match args.expert_backend {
+        Backend::Posix => {
+            let path = args
+                .store
+                .as_ref()
+                .ok_or_else(|| UsageError("--expert-backend posix needs --store PATH".into()))?;
+            let store = Arc::new(open_store(args, path)?);
+            let keys = select_keys(args, store.info())?;
+            let arena = make_arena(args, store.info())?;
+            (Box::new(builder.open_posix(store, arena)?), keys)
+        }
+        Backend::Rdma => {
+            let addr = match &args.expert_peer {
+                Some(addr) => addr.clone(),
+                None => env::peer()?.ok_or_else(|| {
+                    UsageError(
+                        "--expert-backend rdma needs --expert-peer HOST:PORT, or ATLAS_EXPERT_PEER"
+                            .into(),
+                    )
+                })?,
+            };
+            let info = builder.describe(&addr)?;
+            let keys = select_keys(args, &info)?;
+            let arena = make_arena(args, &info)?;
+            (Box::new(builder.connect(&addr, arena)?), keys)
+        }
+        Backend::RdmaVerbs | Backend::Uma => {
+            return Err(UsageError(format!(
+                "--expert-backend {} is not in this version yet; use rdma or posix",
+                args.expert_backend.name()
+            ))
+            .into());
+        }
+    };
+    let mut fetch = Fetch::new(args, &*tier);
+    fetch.run(&keys, &cancel)?;
+    let report = fetch.report();
+    match args.json {
+        true => output::print_json(&report)?,
+        false => output::print(&text(&report, tier.arena()))?,
+    }
+    Ok(ExitCode::from(u8::from(report.failed > 0)))
+}
+
+fn open_store(args: &Args, path: &std::path::Path) -> anyhow::Result<Store> {
+    let store = Store::open(
+        path,
+        &OpenOptions {
+            stack: args.stack.clone(),
+            checksums: args.verify != VerifyArg::Off,
+            progress: bar::progress(args.quiet || args.json),
+            cancel: Some(signals::cancel_flag()?),
+            ..OpenOptions::default()
+        },
+    )?;
+    output::print_warnings(store.warnings());
+    Ok(store)
+}
+
+/// Two slabs or more: one batch lands while another is looked at.
+fn make_arena(args: &Args, info: &StoreInfo) -> anyhow::Result<Arc<ExpertArena>> {
+    let slot_bytes = usize::try_from(largest_image_bytes(info))?;
+    let mut builder = ArenaBuilder::new();
+    if let Some(gb) = args.reserve_gb {
+        builder = builder.reserve_bytes(Some((gb.max(0.0) * 1e9) as u64));
+    }
+    for _ in 0..args.depth {
+        builder = builder.slab(args.batch, slot_bytes);
+    }
+    Ok(Arc::new(builder.build()?))
+}
+
+/// The keys to fetch, in order of layer and expert, or drawn at random.
+fn select_keys(args: &Args, info: &StoreInfo) -> anyhow::Result<Vec<Key>> {
+    let selection = SelectArgs {
+        layers: args.layers.clone(),
+        experts: args.experts.clone(),
+        shard: None,
+    }
+    .selection()?;
+    let wanted = |ranges: &Option<Vec<std::ops::Range<u32>>>, n: u32| {
+        ranges
+            .as_ref()
+            .is_none_or(|r| r.iter().any(|r| r.contains(&n)))
+    };
+    let mut keys = Vec::new();
+    for layer in info
+        .layers
+        .iter()
+        .filter(|l| wanted(&selection.layers, l.layer))
+    {
+        for &[first, end] in &layer.experts {
+            keys.extend(
+                (first..end)
+                    .filter(|&e| wanted(&selection.experts, e))
+                    .map(|e| Key::new(layer.layer, e)),
+            );
+        }
+    }
+    let last = |n: Option<u32>| n.map_or(0, |n| n + 1);
+    let layers_end = last(info.layers.last().map(|l| l.layer));
+    let experts_end = info.layers.iter().map(|l| l.num_experts).max().unwrap_or(0);
+    for (flag, ranges, end) in [
+        ("--layers", &selection.layers, layers_end),
+        ("--experts", &selection.experts, experts_end),
+    ] {
+        if let Some(range) = ranges.iter().flatten().find(|r| r.end > end) {
+            return Err(UsageError(format!(
+                "{flag} {}..{}: the store ends at {end}",
+                range.start, range.end
+            ))
+            .into());
+        }
+    }
+    if keys.is_empty() {
+        return Err(UsageError("the selection holds no record of this store".into()).into());
+    }
+    Ok(match args.random {
+        None => keys,
+        Some(n) => {
+            let mut random = ChaCha8Rng::seed_from_u64(args.seed);
+            (0..n)
+                .map(|_| keys[(random.next_u64() % keys.len() as u64) as usize])
+                .collect()
+        }
+    })
+}
+
+struct Fetch<'a> {
+    args: &'a Args,
+    tier: &'a dyn ExpertTier,
+    progress: Option<Arc<dyn Progress>>,
+    digest: PayloadDigest,
+    first_digest: Option<u128>,
+    records: u64,
+    failed: u64,
+    bytes: u64,
+    seconds: f64,
+    cpu_seconds: f64,
+    verify: Duration,
+    all_verified: bool,
+    record_us: Vec<u64>,
+    batch_us: Vec<u64>,
+}
+
+impl<'a> Fetch<'a> {
+    fn new(args: &'a Args, tier: &'a dyn ExpertTier) -> Self {
+        Self {
+            args,
+            tier,
+            progress: bar::progress(args.quiet || args.json),
+            digest: PayloadDigest::new(),
+            first_digest: None,
+            records: 0,
+            failed: 0,
+            bytes: 0,
+            seconds: 0.0,
+            cpu_seconds: 0.0,
+            verify: Duration::ZERO,
+            all_verified: true,
+            record_us: Vec::new(),
+            batch_us: Vec::new(),
+        }
+    }
+
+    fn run(&mut self, keys: &[Key], cancel: &std::sync::atomic::AtomicBool) -> anyhow::Result<()> {
+        if let Some(progress) = &self.progress {
+            let mean = largest_image_bytes(&self.tier.info());
+            progress.start(
+                "fetching",
+                mean * keys.len() as u64 * u64::from(self.args.repeat),
+            );
+        }
+        let (start, cpu) = (Instant::now(), cpu_seconds());
+        for _ in 0..self.args.repeat {
+            self.digest = PayloadDigest::new();
+            self.pass(keys, cancel)?;
+            if self.failed == 0 && !self.args.no_digest {
+                let value = self.digest.value();
+                let first = *self.first_digest.get_or_insert(value);
+                anyhow::ensure!(
+                    first == value,
+                    "two passes over the same records gave {} and {}: the content changed",
+                    hex128(first),
+                    hex128(value)
+                );
+            }
+        }
+        self.seconds = start.elapsed().as_secs_f64();
+        self.cpu_seconds = cpu_seconds() - cpu;
+        if let Some(progress) = &self.progress {
+            progress.finish();
+        }
+        Ok(())
+    }
+
+    fn pass(&mut self, keys: &[Key], cancel: &std::sync::atomic::AtomicBool) -> anyhow::Result<()> {
+        let tier = self.tier;
+        let mut under_way = std::collections::VecDeque::new();
+        let mut batches = keys.chunks(self.args.batch as usize).enumerate();
+        loop {
+            while under_way.len() < self.args.depth as usize {
+                let Some((i, batch)) = batches.next() else {
+                    break;
+                };
+                let slab = i as u32 % self.args.depth;
+                let batch: Vec<(Key, SlotId)> = batch
+                    .iter()
+                    .enumerate()
+                    .map(|(slot, &key)| {
+                        let slot = slot as u32;
+                        (key, SlotId { slab, slot })
+                    })
+                    .collect();
+                under_way.push_back(self.submit(tier, &batch)?);
+            }
+            let Some(pending) = under_way.pop_front() else {
+                return Ok(());
+            };
+            anyhow::ensure!(!cancel.load(Ordering::Relaxed), "interrupted");
+            self.take(pending)?;
+        }
+    }
+
+    /// Slots of a batch that failed may still wait for a rail to let go of them.
+    fn submit(
+        &self,
+        tier: &'a dyn ExpertTier,
+        batch: &[(Key, SlotId)],
+    ) -> anyhow::Result<Pending<'a>> {
+        let time = self.args.deadline_ms.map(Duration::from_millis);
+        let limit = Instant::now() + time.unwrap_or(Duration::from_secs(2));
+        loop {
+            match tier.submit(batch, time) {
+                Err(e) if is_slot_busy(&e) && Instant::now() < limit => {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                other => return Ok(other?),
+            }
+        }
+    }
+
+    fn take(&mut self, pending: Pending<'_>) -> anyhow::Result<()> {
+        let (records, stats) = pending.wait()?;
+        self.batch_us.push(stats.total.as_micros() as u64);
+        self.verify += stats.verify;
+        for record in records {
+            match record {
+                Ok(record) => {
+                    self.records += 1;
+                    self.bytes += record.bytes().len() as u64;
+                    self.record_us.push(record.took().as_micros() as u64);
+                    self.all_verified &= record.is_verified();
+                    if !self.args.no_digest {
+                        self.digest.update(record.class(), record.bytes());
+                    }
+                    if let Some(progress) = &self.progress {
+                        progress.advance(record.bytes().len() as u64);
+                    }
+                }
+                Err(e) => {
+                    self.failed += 1;
+                    match self.failed {
+                        n if n <= ERRORS_SHOWN => eprintln!("error: {e}"),
+                        n if n == ERRORS_SHOWN + 1 => {
+                            eprintln!("error: … further ones are counted")
+                        }
+                        _ => {}
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn report(&mut self) -> Report {
+        let stats = self.tier.stats();
+        self.record_us.sort_unstable();
+        self.batch_us.sort_unstable();
+        Report {
+            backend: self.args.expert_backend.name(),
+            records: self.records,
+            failed: self.failed,
+            bytes: self.bytes,
+            seconds: self.seconds,
+            gb_per_s: output::gb_per_s(self.bytes, self.seconds),
+            record_p50_us: percentile(&self.record_us, 50),
+            record_p99_us: percentile(&self.record_us, 99),
+            batch_p50_us: percentile(&self.batch_us, 50),
+            batch_p99_us: percentile(&self.batch_us, 99),
+            cpu_seconds_per_gib: match self.bytes {
+                0 => 0.0,
+                bytes => self.cpu_seconds / (bytes as f64 / f64::from(1 << 30)),
+            },
+            verify_seconds: self.verify.as_secs_f64(),
+            payload_digest: self.first_digest.map(hex128),
+            content_id: self.tier.info().content_id,
+            verified: self.all_verified && self.records > 0,
+            verify_failures: stats.verify_failures,
+            fallbacks: stats.fallbacks,
+            rails: stats.rails,
+        }
+    }
+}
+
+fn is_slot_busy(error: &expert_tier::TierError) -> bool {
+    matches!(
+        error,
+        expert_tier::TierError::Arena(expert_arena::ArenaError::SlotBusy { .. })
+    )
+}
+
+/// CPU time of this process so far, all threads.
+fn cpu_seconds() -> f64 {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
+
+/// Nearest-rank percentile of sorted numbers, 0 where there are none.
+fn percentile(sorted: &[u64], percent: usize) -> u64 {
+    let rank = (sorted.len() * percent).div_ceil(100);
+    sorted.get(rank.max(1) - 1).copied().unwrap_or(0)
+}
+
+fn text(report: &Report, arena: &ExpertArena) -> String {
+    let none = || "none".to_owned();
+    let mut out = output::pairs(&[
+        ("backend", report.backend.to_owned()),
+        (
+            "records",
+            match report.failed {
+                0 => grouped(report.records),
+                n => format!("{}, {} FAILED", grouped(report.records), grouped(n)),
+            },
+        ),
+        ("bytes", human_bytes(report.bytes)),
+        (
+            "took",
+            format!("{:.3} s, {:.2} GB/s", report.seconds, report.gb_per_s),
+        ),
+        (
+            "record p50, p99",
+            format!(
+                "{} us, {} us",
+                grouped(report.record_p50_us),
+                grouped(report.record_p99_us)
+            ),
+        ),
+        (
+            "batch p50, p99",
+            format!(
+                "{} us, {} us",
+                grouped(report.batch_p50_us),
+                grouped(report.batch_p99_us)
+            ),
+        ),
+        (
+            "client CPU",
+            format!("{:.3} s per GiB", report.cpu_seconds_per_gib),
+        ),
+        (
+            "checksums",
+            match (report.verified, report.verify_failures) {
+                (true, 0) => "every chunk compared".to_owned(),
+                (true, n) => format!("every chunk compared, {n} had to be read again"),
+                (false, n) => format!("NOT all compared, {n} failures"),
+            },
+        ),
+        ("arena", arena.report().to_string().replace('\n', "; ")),
+        ("content id", report.content_id.clone().unwrap_or_else(none)),
+        (
+            "payload-digest",
+            report.payload_digest.clone().unwrap_or_else(none),
+        ),
+    ]);
+    let rows: Vec<Vec<String>> = report
+        .rails
+        .iter()
+        .map(|rail| {
+            vec![
+                rail.name.clone(),
+                rail.state.to_owned(),
+                human_bytes(rail.bytes),
+                grouped(rail.reads),
+                rail.errors.to_string(),
+                rail.state_changes.to_string(),
+                format!("{} us", grouped(rail.latency_p50_us)),
+                format!("{} us", grouped(rail.latency_p99_us)),
+            ]
+        })
+        .collect();
+    out.push('\n');
+    out.push_str(&output::table(
+        &[
+            "rail", "state", "bytes", "reads", "errors", "changes", "p50", "p99",
+        ],
+        &rows,
+    ));
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_take_the_nearest_rank() {
+        assert_eq!(percentile(&[], 50), 0);
+        assert_eq!(percentile(&[5], 99), 5);
+        assert_eq!(percentile(&[1, 2, 3, 4], 50), 2);
+        assert_eq!(percentile(&(1..=100).collect::<Vec<_>>(), 99), 99);
+    }
+}
