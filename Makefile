@@ -8,7 +8,7 @@ LOCKED ?= --locked
 DEMO_MB ?= 1050
 SCRIPTS := scripts/bootstrap scripts/demo .ci/run
 
-export DEMO_MB
+export DEMO_MB LOCKED
 
 .PHONY: help demo test check fmt-check clippy doc deny scripts-check bench kernel-test fuzz-smoke fixtures clean bootstrap
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use atlas_expert::cli::args::{MovedArgs, SelectArgs, StackArgs};
-use atlas_expert::cli::{bar, output, signals};
+use atlas_expert::cli::{self, bar, output, signals};
 use clap::Parser;
 use expert_peer::{Peer, PeerConfig, PeerError, PopulateOptions, Source};
 use expert_store::info::{StoreKind, hex128};
@@ -109,7 +109,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
-            let _ = writeln!(std::io::stderr(), "atlas-expert-peer: {e:#}");
+            let _ = writeln!(std::io::stderr(), "error: {}", cli::one_line(&e));
             ExitCode::from(exit_code(&e))
         }
     }
@@ -117,27 +117,11 @@ fn main() -> ExitCode {
 
 /// 2 where the caller has to write something else, 1 where the world has to change.
 fn exit_code(error: &anyhow::Error) -> u8 {
-    let usage = error.chain().any(|cause| {
-        cause.is::<WrongUsage>()
-            || matches!(cause.downcast_ref(), Some(StoreError::Usage(_)))
-            || matches!(
-                cause.downcast_ref(),
-                Some(PeerError::Address { .. } | PeerError::Anonymous { .. })
-            )
-    });
-    if usage { 2 } else { 1 }
-}
-
-#[derive(Debug)]
-struct WrongUsage(String);
-
-impl std::fmt::Display for WrongUsage {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
+    match error.downcast_ref() {
+        Some(PeerError::Address { .. } | PeerError::Anonymous { .. }) => 2,
+        _ => cli::exit_code(error),
     }
 }
-
-impl std::error::Error for WrongUsage {}
 
 fn log_to_stderr() -> anyhow::Result<()> {
     let mut filter = Targets::new().with_default(tracing::Level::INFO);
@@ -147,7 +131,7 @@ fn log_to_stderr() -> anyhow::Result<()> {
     {
         filter = text
             .parse()
-            .map_err(|e| WrongUsage(format!("{name}={text:?}: {e}")))?;
+            .map_err(|e| cli::UsageError(format!("{name}={text:?}: {e}")))?;
     }
     let layer = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
@@ -167,6 +151,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
     let cancel = signals::cancel_flag().context("installing signal handlers")?;
     let options = open_options(args, &cancel)?;
     expert_peer::raise_open_files_limit();
+    expert_peer::check_listen(&args.listen, args.allow_anonymous)?;
     let started = open(args, &options).and_then(|store| {
         let config = config(args, store.clone(), &cancel);
         let peer = Peer::start(config)?;
@@ -189,7 +174,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
                 info!("was {}, is {}", ids[0], ids[1]);
                 store = next;
             }
-            Err(e) => error!("{e:#}; serving what was there before"),
+            Err(e) => error!("{}; serving what was there before", cli::one_line(&e)),
         }
     }
     let stats = peer.stats();

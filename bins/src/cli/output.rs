@@ -20,7 +20,7 @@ pub fn print(text: &str) -> anyhow::Result<()> {
 
 /// Writes one JSON object and a newline to standard output.
 ///
-/// *Errors*: as [`print`].
+/// *Errors*: as [`print()`].
 pub fn print_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
     let mut text = serde_json::to_string_pretty(value).context("writing JSON")?;
     text.push('\n');

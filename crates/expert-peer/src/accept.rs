@@ -139,7 +139,12 @@ fn admit(shared: &Arc<Shared>, stream: OwnedFd, address: IpAddr) {
         .spawn(move || connection::serve(&guard.shared, &guard.connection));
     match spawned {
         Ok(_) => add(&shared.counters.accepted, 1),
-        Err(e) => turn_away(shared, &connection.stream, address, &format!("threads ({e})")),
+        Err(e) => turn_away(
+            shared,
+            &connection.stream,
+            address,
+            &format!("threads ({e})"),
+        ),
     }
 }
 

@@ -80,10 +80,7 @@ impl PeerConfig {
     pub fn new(store: Arc<dyn Source>) -> Self {
         Self {
             store,
-            listen: vec![format!(
-                "127.0.0.1:{}",
-                expert_wire::limits::CONTROL_PORT
-            )],
+            listen: vec![format!("127.0.0.1:{}", expert_wire::limits::CONTROL_PORT)],
             limits: Limits::default(),
             restat_interval: Duration::from_secs(1),
             allow_anonymous: false,

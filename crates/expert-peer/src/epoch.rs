@@ -70,7 +70,12 @@ impl Epoch {
 
     /// The answer to `StoreInfo`, the same memory for all connections.
     pub(crate) fn info(&self) -> Result<Arc<Vec<u8>>, SourceError> {
-        let info = || bounded("the store's description", Arc::new(self.source.info_json()?));
+        let info = || {
+            bounded(
+                "the store's description",
+                Arc::new(self.source.info_json()?),
+            )
+        };
         self.info.get_or_init(info).clone()
     }
 

@@ -27,7 +27,7 @@ pub enum PeerError {
         address: SocketAddr,
     },
     /// The system does not let the peer listen.
-    #[error("listening on {address} failed: {source}; {hint}")]
+    #[error("listening on {address} failed ({hint}): {source}")]
     Listen {
         /// The address.
         address: SocketAddr,
@@ -53,7 +53,9 @@ pub enum PeerError {
     #[error("interrupted")]
     Interrupted,
     /// Connections did not end in time.
-    #[error("{threads} threads did not end within {deadline_ms} ms; they hold their connections until the process ends")]
+    #[error(
+        "{threads} threads did not end within {deadline_ms} ms; they hold their connections until the process ends"
+    )]
     ShutdownTimeout {
         /// Threads that still run.
         threads: usize,

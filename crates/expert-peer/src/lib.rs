@@ -33,7 +33,7 @@ mod watch;
 
 pub use config::{Limits, PeerConfig, Transfer};
 pub use error::PeerError;
-pub use net::raise_open_files_limit;
+pub use net::{check_listen, raise_open_files_limit};
 pub use peer::Peer;
 pub use populate::{PopulateOptions, PopulateReport};
 pub use source::{FilePiece, Source, SourceError};

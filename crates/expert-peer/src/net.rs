@@ -188,6 +188,13 @@ pub(crate) fn tune(stream: impl AsFd, limits: &Limits, send_buffer_bytes: Option
     }
 }
 
+/// Says at once what would keep a peer from listening, before a store is opened at length.
+///
+/// *Errors*: as [`crate::Peer::start`] for the same addresses.
+pub fn check_listen(listen: &[String], allow_anonymous: bool) -> Result<(), PeerError> {
+    bind(&resolve(listen, allow_anonymous)?).map(drop)
+}
+
 /// Raises the soft limit on open files to the hard one, and gives back what it is then.
 ///
 /// A connection takes two descriptors and a store one per file: the usual soft limit of 1024 is

@@ -245,8 +245,7 @@ impl Shared {
     fn wait_for_threads(&self, deadline: Instant) -> usize {
         let mut connections = self.connections();
         loop {
-            let threads =
-                connections.len() + self.service_threads.load(Ordering::SeqCst) as usize;
+            let threads = connections.len() + self.service_threads.load(Ordering::SeqCst) as usize;
             let left = deadline.saturating_duration_since(Instant::now());
             if threads == 0 || left.is_zero() {
                 return threads;

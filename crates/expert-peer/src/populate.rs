@@ -188,11 +188,7 @@ fn read_once(source: &dyn Source, read: &Read, buffer: &mut [u8]) {
     };
     if let Err(e) = file.read_exact_at(&mut buffer[..read.bytes as usize], read.offset) {
         let path = source.file_path(read.file).unwrap_or("?".as_ref());
-        warn!(
-            "{} cannot be read at {}: {e}",
-            path.display(),
-            read.offset
-        );
+        warn!("{} cannot be read at {}: {e}", path.display(), read.offset);
     }
 }
 

@@ -39,7 +39,10 @@ fn peer_without_descriptors_waits_without_spinning_and_recovers() {
     let (cpu_before, start) = (cpu(), Instant::now());
     std::thread::sleep(Duration::from_millis(700));
     let busy = (cpu() - cpu_before).as_secs_f64() / start.elapsed().as_secs_f64();
-    assert!(busy < 0.2, "{busy:.2} processors busy while nothing can be accepted");
+    assert!(
+        busy < 0.2,
+        "{busy:.2} processors busy while nothing can be accepted"
+    );
     let key = Key::new(0, 0);
     assert!(served.fetch(request(key, welcome.epoch, 0, 100)).is_ok());
     drop(waiting);

@@ -22,6 +22,7 @@ fn port_in_use_is_an_error_that_names_the_address() {
     let address = taken.local_addr().unwrap();
     let mut config = config(&Arc::new(TempSource::pieced(1)));
     config.listen = vec![address.to_string()];
+    assert!(expert_peer::check_listen(&config.listen, false).is_err());
     let error = Peer::start(config).unwrap_err();
     assert!(error.is_retryable());
     let text = error.to_string();
@@ -51,7 +52,11 @@ fn address_beyond_loopback_needs_consent() {
 #[test]
 fn addresses_that_cannot_be_read_are_shown() {
     let source = Arc::new(TempSource::pieced(1));
-    for listen in [vec![], vec!["127.0.0.1".to_owned()], vec!["x:y:z".to_owned()]] {
+    for listen in [
+        vec![],
+        vec!["127.0.0.1".to_owned()],
+        vec!["x:y:z".to_owned()],
+    ] {
         let mut config = config(&source);
         config.listen = listen;
         let error = Peer::start(config).unwrap_err();
@@ -304,8 +309,14 @@ fn reload_in_the_middle_of_pipelined_reads_never_mixes_stores() {
                 let (header, payload) = client.frame().unwrap();
                 match header.kind {
                     FrameKind::Data => {
-                        assert!(payload == images[round as usize % 2], "another store's bytes");
-                        assert!(notice.is_none(), "the old epoch was served after the notice");
+                        assert!(
+                            payload == images[round as usize % 2],
+                            "another store's bytes"
+                        );
+                        assert!(
+                            notice.is_none(),
+                            "the old epoch was served after the notice"
+                        );
                         answers += 1;
                     }
                     FrameKind::Error => {

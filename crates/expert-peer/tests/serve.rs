@@ -86,10 +86,22 @@ fn requests_for_what_is_not_there_get_typed_errors_and_the_connection_stays() {
     let n = source.image_bytes(key);
     let over = u64::from(limits::READ_MAX_BYTES) + 1;
     for (read, code) in [
-        (request(Key::new(LAYERS, 0), epoch, 0, 1), ErrorCode::NoSuchLayer),
-        (request(Key::new(u32::MAX, 0), epoch, 0, 1), ErrorCode::NoSuchLayer),
-        (request(Key::new(0, EXPERTS), epoch, 0, 1), ErrorCode::IdentityExpert),
-        (request(Key::new(0, u32::MAX), epoch, 0, 1), ErrorCode::NoSuchExpert),
+        (
+            request(Key::new(LAYERS, 0), epoch, 0, 1),
+            ErrorCode::NoSuchLayer,
+        ),
+        (
+            request(Key::new(u32::MAX, 0), epoch, 0, 1),
+            ErrorCode::NoSuchLayer,
+        ),
+        (
+            request(Key::new(0, EXPERTS), epoch, 0, 1),
+            ErrorCode::IdentityExpert,
+        ),
+        (
+            request(Key::new(0, u32::MAX), epoch, 0, 1),
+            ErrorCode::NoSuchExpert,
+        ),
         (request(key, epoch, 0, 0), ErrorCode::BadRange),
         (request(key, epoch, 0, n + 1), ErrorCode::BadRange),
         (request(key, epoch, n, 1), ErrorCode::BadRange),
@@ -252,9 +264,14 @@ fn silence_and_slow_bytes_before_the_handshake_end_at_the_deadline() {
     half.expect_end();
     slow.expect_end();
     let took = start.elapsed();
-    assert!(took >= deadline && took < Duration::from_secs(3), "{took:?}");
+    assert!(
+        took >= deadline && took < Duration::from_secs(3),
+        "{took:?}"
+    );
     dripping.join().unwrap();
-    until("they are counted", || peer.stats().connections_timed_out == 3);
+    until("they are counted", || {
+        peer.stats().connections_timed_out == 3
+    });
 }
 
 #[test]
@@ -326,7 +343,7 @@ fn five_hundred_connections_leave_the_peer_whole() {
     }
     let stats = peer.stats();
     assert_eq!(stats.connections_refused, refused as u64);
-    assert!(refused >= 500 - 127 && refused < 500, "{refused} refused");
+    assert!((500 - 127..500).contains(&refused), "{refused} refused");
     assert!(stats.connections_active <= 128);
     let key = Key::new(1, 1);
     assert!(

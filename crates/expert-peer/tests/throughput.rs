@@ -83,7 +83,8 @@ fn loopback_rate_of_nine_megabyte_records() {
                     .collect();
                 let bytes: u64 = readers.into_iter().map(|r| r.join().unwrap()).sum();
                 let rate = bytes as f64 / 1e9 / start.elapsed().as_secs_f64();
-                let buffer = send_buffer_bytes.map_or("auto".into(), |b| format!("{} KiB", b >> 10));
+                let buffer =
+                    send_buffer_bytes.map_or("auto".into(), |b| format!("{} KiB", b >> 10));
                 println!(
                     "{:<9} {buffer:>11} {:>10} {streams:>8} {rate:>6.2}  {:.2}",
                     format!("{transfer:?}"),

@@ -1,14 +1,15 @@
 //! What building an in-place and a packed store have in common.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::path::PathBuf;
 
 use crate::catalogue::Catalogue;
 use crate::codec::{self, Sections};
 use crate::info::{StoreKind, hex128};
 use crate::manifest::{
-    self, BlobRange, CATALOGUE, CHECKSUMS, FORMAT, MANIFEST, Manifest, ManifestFile, TABLE_MAX_BYTES,
+    self, BlobRange, CATALOGUE, CHECKSUMS, FORMAT, MANIFEST, Manifest, ManifestFile,
+    TABLE_MAX_BYTES,
 };
 use crate::progress::Progress;
 use crate::staging::Staging;

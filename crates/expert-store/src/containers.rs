@@ -27,10 +27,7 @@ const SAFETENSORS_HEADER_MAX_BYTES: usize = 100_000_000;
 /// spaces unless `unpadded` (as MLX writes it).
 ///
 /// *Errors*: text for people.
-pub(crate) fn safetensors_header(
-    tensors: &[&TensorOut],
-    unpadded: bool,
-) -> Result<Header, String> {
+pub(crate) fn safetensors_header(tensors: &[&TensorOut], unpadded: bool) -> Result<Header, String> {
     let mut text = String::from("{\"__metadata__\":{\"format\":\"pt\"}");
     let mut at = 0u64;
     let mut offsets = Vec::with_capacity(tensors.len());

@@ -75,7 +75,9 @@ pub enum StoreError {
         why: String,
     },
     /// The index names a zero expert: the router may choose it, but it has no record (output = input).
-    #[error("{key} is a zero expert (the layer has {num_experts} with records): its output is its input")]
+    #[error(
+        "{key} is a zero expert (the layer has {num_experts} with records): its output is its input"
+    )]
     IdentityExpert {
         /// What was asked for.
         key: Key,

@@ -1,12 +1,20 @@
 //! Expert stores: what is in a checkpoint, where each byte of each expert record lies, and proof
 //! that the bytes are the right ones.
 //!
-//! * [`catalogue`] is the one in-memory shape, whatever lies on disk. Start there.
+//! * [`Store`] is an open store of any kind, or a checkpoint indexed on the fly. Start there.
+//! * [`catalogue`] is the one in-memory shape, whatever lies on disk; [`checkpoint`] makes it from
+//!   safetensors and GGUF headers, [`codec`] carries it over disk and wire.
+//! * [`index()`], [`pack()`] and [`pack_v1`] build stores; [`verify()`], [`unpack()`], [`extract()`] and
+//!   [`payload_digest`] read them as a whole. All go through the loop in [`work`].
+//! * [`synth()`] makes checkpoints to try things on.
 //! * `docs/store.md` describes the files for people who write another implementation.
 //!
 //! Not here: networks, pinned memory, mappings. Files are read with `pread` only, so a file that
 //! is truncated under a reader is an error and never a signal. Nothing read from disk is
 //! believed: sizes are bounded before memory is reserved and sums are checked.
+//!
+//! Threads: a [`Store`] is shared by reference. Work on whole stores starts its own threads and has
+//! ended them when it returns. What is built appears by a rename or not at all.
 #![forbid(unsafe_code)]
 
 pub mod build;
@@ -40,17 +48,18 @@ pub mod verify;
 pub mod work;
 mod writeback;
 
+pub use build::{BuildOptions, Report};
 pub use catalogue::{
     CHUNK_BYTES, Catalogue, Class, Container, IMAGE_ALIGN_BYTES, Layer, Leaf, LeafSource, Role,
     Segment, StackClass, Stacking, Transform,
 };
-pub use build::{BuildOptions, Report};
 pub use digest::{PayloadDigest, payload_digest};
 pub use dtype::Dtype;
 pub use error::StoreError;
 pub use expert_wire::Key;
 pub use extract::extract;
 pub use index::{IndexOptions, index};
+pub use info::{StoreInfo, StoreKind};
 pub use pack::pack;
 pub use pieces::Piece;
 pub use progress::Progress;

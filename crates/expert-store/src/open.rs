@@ -133,7 +133,14 @@ fn choose_stack<'c>(
     let list = |stacks: &[&Stack]| {
         let words: Vec<String> = stacks
             .iter()
-            .map(|s| format!("{} ({}, {} layers)", s.prefix, word(s.class), s.layers.len()))
+            .map(|s| {
+                format!(
+                    "{} ({}, {} layers)",
+                    s.prefix,
+                    word(s.class),
+                    s.layers.len()
+                )
+            })
             .collect();
         words.join(", ")
     };
@@ -210,7 +217,9 @@ fn each_file(
                 for source in sources.iter_mut().flatten() {
                     match source {
                         LeafSource::Strided { file, .. } => f(file)?,
-                        LeafSource::Column { files, .. } => files.iter_mut().try_for_each(&mut f)?,
+                        LeafSource::Column { files, .. } => {
+                            files.iter_mut().try_for_each(&mut f)?
+                        }
                     }
                 }
             }

@@ -47,7 +47,8 @@ pub fn pack(source: &Store, out: &Path, options: &BuildOptions) -> Result<Report
     }
 
     let strides: Vec<u64> = catalogue.layers.iter().map(stride_of).collect();
-    let place = |b: &Block<'_>| b.position as u64 * strides[b.layer_index] + HEADER_BYTES + b.offset;
+    let place =
+        |b: &Block<'_>| b.position as u64 * strides[b.layer_index] + HEADER_BYTES + b.offset;
     let scan = Scan::of(source, &work)?;
     let mut sums: Vec<Vec<u64>> = vec![Vec::new(); catalogue.layers.len()];
     let mut digest = PayloadDigest::new();

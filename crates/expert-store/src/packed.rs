@@ -1,12 +1,12 @@
 //! The record files of a packed store: geometry, headers, audits.
 
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use crate::StoreError;
 use crate::catalogue::{Catalogue, Layer, Records};
 use crate::manifest::Manifest;
 use crate::store::StoreFile;
+use crate::work::Reader;
 
 /// Bytes before each record image.
 pub const HEADER_BYTES: u64 = 256;
@@ -150,15 +150,16 @@ pub(crate) fn audit_headers(
     content_id: Option<u128>,
 ) -> Result<(), StoreError> {
     let records = catalogue.record_count();
+    let reader = Reader::open(files)?;
     for layer in &catalogue.layers {
-        let Records::Packed { file, stride, .. } = layer.records else {
+        let Records::Packed { file, .. } = layer.records else {
             continue;
         };
-        let Some(file) = files.get(file as usize) else {
+        let Some(open) = files.get(file as usize) else {
             return Err(StoreError::store(dir, format!("no file {file}")));
         };
         for position in sampled(layer, records) {
-            check_header(layer, position, stride, file, content_id)?;
+            check_header(layer, position, &reader, &open.path, content_id)?;
         }
     }
     Ok(())
@@ -168,14 +169,15 @@ pub(crate) fn audit_headers(
 pub(crate) fn check_header(
     layer: &Layer,
     position: usize,
-    stride: u64,
-    file: &StoreFile,
+    reader: &Reader,
+    path: &Path,
     content_id: Option<u128>,
 ) -> Result<(), StoreError> {
+    let Records::Packed { file, stride, .. } = layer.records else {
+        return Ok(());
+    };
     let mut got = [0; HEADER_BYTES as usize];
-    file.file
-        .read_exact_at(&mut got, position as u64 * stride)
-        .map_err(StoreError::io("reading", &file.path))?;
+    reader.read_file(file, position as u64 * stride, &mut got)?;
     let expert = layer.experts[position];
     let want = header(
         layer.layer,
@@ -184,11 +186,9 @@ pub(crate) fn check_header(
         content_id,
     );
     if got[..HEADER_USED_BYTES] != want || got[HEADER_USED_BYTES..].iter().any(|&b| b != 0) {
-        let word = |at: usize| {
-            u32::from_le_bytes([got[at], got[at + 1], got[at + 2], got[at + 3]])
-        };
+        let word = |at: usize| u32::from_le_bytes([got[at], got[at + 1], got[at + 2], got[at + 3]]);
         return Err(StoreError::store(
-            &file.path,
+            path,
             format!(
                 "layer {} expert {expert}: its header says magic {:#010x}, version {}, layer {}, expert {} and does not fit the catalogue or the content id",
                 layer.layer,

@@ -17,6 +17,9 @@ use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
 use crate::StoreError;
 
+/// Smallest page of the machines this runs on; rounding to less than a page merely drops less.
+const PAGE_BYTES: u64 = 4096;
+
 /// A file for reads that leave the page cache as it was.
 #[derive(Debug)]
 pub(crate) struct QuietFile {
@@ -70,7 +73,12 @@ impl QuietFile {
         let mut at = 0;
         while at < buf.len() && self.nowait.load(Ordering::Relaxed) {
             let slice = &mut [IoSliceMut::new(&mut buf[at..])];
-            match preadv2(&self.file, slice, offset + at as u64, ReadWriteFlags::NOWAIT) {
+            match preadv2(
+                &self.file,
+                slice,
+                offset + at as u64,
+                ReadWriteFlags::NOWAIT,
+            ) {
                 Ok(0) => return Err(ended(offset + at as u64)),
                 Ok(n) => at += n,
                 Err(Errno::AGAIN) => break,
@@ -83,9 +91,15 @@ impl QuietFile {
         }
         let from = offset + at as u64;
         let rest = &mut buf[at..];
-        let Some(len) = NonZeroU64::new(rest.len() as u64) else {
+        // Only whole pages are dropped. The first one is shared with the bytes before, which were
+        // read before in most passes, so it goes as well.
+        let first = from - from % PAGE_BYTES;
+        let Some(len) = NonZeroU64::new(rest.len() as u64 + (from - first)) else {
             return Ok(());
         };
+        if rest.is_empty() {
+            return Ok(());
+        }
         let mut done = 0;
         while done < rest.len() {
             match self.file.read_at(&mut rest[done..], from + done as u64) {
@@ -95,7 +109,7 @@ impl QuietFile {
                 Err(e) => return Err(e),
             }
         }
-        let _ = fadvise(&self.file, from, Some(len), Advice::DontNeed);
+        let _ = fadvise(&self.file, first, Some(len), Advice::DontNeed);
         Ok(())
     }
 }

@@ -25,10 +25,8 @@ pub(crate) struct Staging {
 
 /// Files that `--replace` may delete: those of stores.
 fn is_store_file(name: &str) -> bool {
-    matches!(
-        name,
-        "manifest.json" | "catalogue.bin" | "checksums.xxh3"
-    ) || name.ends_with(".xp2")
+    matches!(name, "manifest.json" | "catalogue.bin" | "checksums.xxh3")
+        || name.ends_with(".xp2")
         || name.ends_with(".xpr")
 }
 
@@ -74,9 +72,9 @@ impl Staging {
 
     fn start(out: PathBuf, replace: bool, old_generation: u64) -> Result<Self, StoreError> {
         static COUNT: AtomicU64 = AtomicU64::new(0);
-        let name = out.file_name().ok_or_else(|| {
-            StoreError::Usage(format!("{} has no last component", out.display()))
-        })?;
+        let name = out
+            .file_name()
+            .ok_or_else(|| StoreError::Usage(format!("{} has no last component", out.display())))?;
         loop {
             let dir = out.with_file_name(format!(
                 ".{}.tmp-{}-{}",

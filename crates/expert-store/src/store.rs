@@ -162,7 +162,8 @@ impl Store {
     pub(crate) fn from_parts(parts: Parts) -> Self {
         let layers: Vec<LayerInfo> = parts.catalogue.layers.iter().map(LayerInfo::of).collect();
         let stack = &parts.catalogue.stack;
-        let hashed = !layers.is_empty() && parts.catalogue.layers.iter().all(|l| l.checksums.is_some());
+        let hashed =
+            !layers.is_empty() && parts.catalogue.layers.iter().all(|l| l.checksums.is_some());
         let content_id = hashed.then(|| {
             let ids = layers.iter().map(|l| {
                 // Written by `LayerInfo::of` just now.

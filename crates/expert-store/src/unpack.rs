@@ -120,7 +120,9 @@ pub fn unpack(
     } else {
         Staging::directory(out, false)?
     };
-    let need = headers.iter().fold(0u64, |n, h| n.saturating_add(h.file_bytes));
+    let need = headers
+        .iter()
+        .fold(0u64, |n, h| n.saturating_add(h.file_bytes));
     check_space(staging.dir(), need)?;
     let mut files = Vec::new();
     let mut at = vec![(0u32, 0u64); plan.tensors.len()];

@@ -78,7 +78,11 @@ struct Found {
 /// *Errors*: [`StoreError::Store`] for a store without checksums, [`StoreError::SourceChanged`],
 /// [`StoreError::Interrupted`].
 pub fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyReport, StoreError> {
-    let unhashed = store.catalogue().layers.iter().find(|l| l.checksums.is_none());
+    let unhashed = store
+        .catalogue()
+        .layers
+        .iter()
+        .find(|l| l.checksums.is_none());
     if let Some(layer) = unhashed {
         return Err(StoreError::store(
             store.path(),
@@ -104,9 +108,7 @@ pub fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyReport, St
         "verifying records",
         |block, buf| {
             let (layer, position) = (block.layer, block.position);
-            let read = scan
-                .reader
-                .read_image(layer, position, block.offset, buf);
+            let read = scan.reader.read_image(layer, position, block.offset, buf);
             if let Err(e) = &read {
                 note(format!("{}: {e}", block.key()));
             }
@@ -164,13 +166,13 @@ fn check_frame(
     };
     if store.kind() == StoreKind::V1 {
         return match store.v1_manifest() {
-            Some(m) => v1::check_header(m, layer, position, open),
+            Some(m) => v1::check_header(m, layer, position, &scan.reader, &open.path),
             None => Ok(()),
         };
     }
-    // A selection of whole layers opens with another content id than the headers carry.
+    // Not that of what is held: a selection of whole layers has another one.
     let content_id = store.header_content_id;
-    packed::check_header(layer, position, stride, open, content_id)?;
+    packed::check_header(layer, position, &scan.reader, &open.path, content_id)?;
     let end = HEADER_BYTES + layer.class(position).image_bytes;
     let mut at = position as u64 * stride + end;
     let mut rest = stride - end;

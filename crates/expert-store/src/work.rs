@@ -99,7 +99,10 @@ impl<'a> Block<'a> {
     }
 
     /// The first chunk whose sum is not the catalogue's; `None` also where the catalogue has none.
-    pub(crate) fn mismatches<'s>(&self, sums: &'s [u64]) -> impl Iterator<Item = (u32, u64, u64)> + use<'a, 's> {
+    pub(crate) fn mismatches<'s>(
+        &self,
+        sums: &'s [u64],
+    ) -> impl Iterator<Item = (u32, u64, u64)> + use<'a, 's> {
         let first = self.first_chunk();
         let want = self
             .layer
@@ -267,7 +270,9 @@ impl<'a> Scan<'a> {
         let state = Mutex::new(State {
             next: (!self.catalogue.layers.is_empty()).then_some((0, 0, 0)),
             issued: 0,
-            free: (0..workers * BUFFERS_PER_WORKER).map(|_| Vec::new()).collect(),
+            free: (0..workers * BUFFERS_PER_WORKER)
+                .map(|_| Vec::new())
+                .collect(),
             done: BTreeMap::new(),
             handed_on: 0,
             handing_on: false,

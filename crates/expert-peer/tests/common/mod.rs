@@ -145,7 +145,8 @@ impl TempSource {
         if key.layer >= LAYERS || key.expert >= EXPERTS {
             return None;
         }
-        self.records.get((key.layer * EXPERTS + key.expert) as usize)
+        self.records
+            .get((key.layer * EXPERTS + key.expert) as usize)
     }
 
     pub fn image_bytes(&self, key: Key) -> u64 {

@@ -220,7 +220,9 @@ impl Config {
                 }
                 None => None,
             };
-            if let Some(said) = said.filter(|&n| n != own && n + facts.zero_experts != own) {
+            if let Some(said) =
+                said.filter(|&n| n != own && n.saturating_add(facts.zero_experts) != own)
+            {
                 let count = differing.map_or(0, |d| d.3);
                 differing = differing.or(Some((layer.model_layer, layer.num_experts, said, 0)));
                 if let Some(d) = &mut differing {

@@ -221,7 +221,19 @@ fn folder(dir: &Path, given: &Path) -> Result<Located, StoreError> {
         if has(".gguf") > 0 {
             notes.push(GGUF_LEFT_OUT.into());
         }
-        with_index(&root, index)?
+        let source = with_index(&root, index)?;
+        if let Source::Safetensors { files, .. } = &source {
+            let mut unlisted = names
+                .iter()
+                .filter(|n| is_model(n) && files.binary_search(n).is_err());
+            if let Some(first) = unlisted.next() {
+                notes.push(format!(
+                    "{} safetensors files that {index} does not list were left out, e.g. {first}",
+                    unlisted.count() + 1
+                ));
+            }
+        }
+        source
     } else if names.iter().any(|n| is_model(n)) || (has(".safetensors") > 0 && has(".gguf") == 0) {
         if has(".gguf") > 0 {
             notes.push(GGUF_LEFT_OUT.into());

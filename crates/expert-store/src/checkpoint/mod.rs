@@ -173,6 +173,9 @@ fn no_experts(path: &Path, gathered: &Gathered, warnings: &[String]) -> StoreErr
     }
 }
 
+/// Most threads that read headers: each may hold one header.
+const THREADS_MAX: usize = 64;
+
 fn read_safetensors(
     path: &Path,
     root: &Path,
@@ -186,7 +189,8 @@ fn read_safetensors(
             .min(4),
         n => n,
     }
-    .min(files.len());
+    .min(files.len())
+    .min(THREADS_MAX);
     let next = AtomicUsize::new(0);
     type Read = Result<(FileStamp, Vec<u128>), StoreError>;
     let results: Mutex<Vec<(usize, Read)>> = Mutex::new(Vec::with_capacity(files.len()));
@@ -208,7 +212,15 @@ fn read_safetensors(
         }
     };
     let gathered = std::thread::scope(|scope| {
-        let helpers: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+        // Where no more threads are to be had, those there are do the work.
+        let helpers: Vec<_> = (1..threads)
+            .filter_map(|_| {
+                std::thread::Builder::new()
+                    .name("checkpoint-headers".into())
+                    .spawn_scoped(scope, work)
+                    .ok()
+            })
+            .collect();
         let mut all = work();
         for helper in helpers {
             match helper.join() {

@@ -132,8 +132,9 @@ pub(crate) fn looks_like_expert(name: &str) -> bool {
 
 /// What a tensor name means, `None` where it is not a routed expert's.
 ///
-/// *Source*: the table of layouts in `docs/formats.md`; names that look alike (shared experts, routers,
-/// latent projections, adapters) are not experts.
+/// Names that look alike (shared experts, routers, latent projections, adapters) are not experts.
+///
+/// *Source*: the modules of transformers, sglang, mlx-lm and llama.cpp; the tests list them by family.
 pub(crate) fn recognise(name: &str) -> Option<Recognised<'_>> {
     if let Some(found) = ggml(name) {
         return Some(found);

@@ -119,7 +119,11 @@ const GGUF: &[(&str, Projection)] = &[
 ];
 const GGUF_FUSED: &[(&str, Projection)] = &[("ffn_gate_up_exps", GateUp), ("ffn_down_exps", Down)];
 
-const QWEN_KEYS: [&str; 3] = ["num_experts", "num_experts_per_tok", "moe_intermediate_size"];
+const QWEN_KEYS: [&str; 3] = [
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+];
 const V3_KEYS: [&str; 3] = [
     "n_routed_experts",
     "num_experts_per_tok",

@@ -217,10 +217,7 @@ fn gguf_metadata(
     if shards > 1 {
         out.push(("split.no".into(), GgufValue::U16(shard as u16)));
         out.push(("split.count".into(), GgufValue::U16(shards as u16)));
-        out.push((
-            "split.tensors.count".into(),
-            GgufValue::I32(tensors as i32),
-        ));
+        out.push(("split.tensors.count".into(), GgufValue::I32(tensors as i32)));
     }
     out
 }

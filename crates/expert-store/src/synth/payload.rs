@@ -14,7 +14,10 @@ pub(super) enum Fill {
     /// Random bits, in each 64-bit word `(x & and) | or`.
     Masked { and: u64, or: u64 },
     /// Blocks of ggml: random, but the scale in each block is made a moderate number.
-    Blocks { bytes: usize, scales: &'static [(usize, Patch)] },
+    Blocks {
+        bytes: usize,
+        scales: &'static [(usize, Patch)],
+    },
     /// These bytes.
     Given(Vec<u8>),
 }

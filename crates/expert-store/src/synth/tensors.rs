@@ -99,7 +99,12 @@ pub(super) fn list(family: &Family, g: &Geometry) -> Result<Vec<Tensor>, String>
         }
         if n >= trunk {
             let name = format!("{}.{n}.eh_proj.weight", family.stack);
-            out.push(tensor(name, plain, vec![hidden, 2 * hidden], &Kind::Weight)?);
+            out.push(tensor(
+                name,
+                plain,
+                vec![hidden, 2 * hidden],
+                &Kind::Weight,
+            )?);
         }
         experts(family, g, i, n, &mut out)?;
     }
@@ -160,9 +165,10 @@ fn experts(
                     };
                     (full, stacked(&shape))
                 }
-                Layout::Gguf | Layout::PerExpert => {
-                    (format!("{module}.{name}.{}", part.name), stacked(&part.shape))
-                }
+                Layout::Gguf | Layout::PerExpert => (
+                    format!("{module}.{name}.{}", part.name),
+                    stacked(&part.shape),
+                ),
             };
             out.push(tensor(full, part.dtype, shape, &part.kind)?);
         }
@@ -279,7 +285,13 @@ pub(super) fn config(family: &Family, g: &Geometry) -> Value {
         rest.insert("num_nextn_predict_layers".into(), json!(family.mtp));
     }
     if family.every > 1 {
-        let kind = |n: u32| if n % family.every == family.every - 1 { "moe" } else { "mamba" };
+        let kind = |n: u32| {
+            if n % family.every == family.every - 1 {
+                "moe"
+            } else {
+                "mamba"
+            }
+        };
         let kinds: Vec<&str> = (0..trunk).map(kind).collect();
         rest.insert("layers_block_type".into(), json!(kinds));
     }

@@ -34,13 +34,19 @@ fn flipped_byte_is_named_by_layer_expert_and_chunk() {
     let store = open(&store_dir);
     let report = verify(&store, &VerifyOptions::default()).unwrap();
     assert_eq!((report.bad_count, report.error_count), (1, 0));
-    assert_eq!((report.bad[0].key, report.bad[0].chunk), (Key::new(1, 3), 1));
+    assert_eq!(
+        (report.bad[0].key, report.bad[0].chunk),
+        (Key::new(1, 3), 1)
+    );
     let e = store.verify_record(Key::new(1, 3)).unwrap_err().to_string();
     assert!(e.contains("layer 1 expert 3 chunk 1"), "{e}");
     let e = payload_digest(&store, &WorkOptions::default()).unwrap_err();
     assert!(matches!(e, StoreError::Checksum { .. }), "{e}");
     // Padding and headers of records are looked at as well.
-    let records = fs::metadata(store_dir.join("layer_00000.xp2")).unwrap().len() / stride;
+    let records = fs::metadata(store_dir.join("layer_00000.xp2"))
+        .unwrap()
+        .len()
+        / stride;
     flip(&store_dir.join("layer_00000.xp2"), records * stride - 1);
     let report = verify(&open(&store_dir), &VerifyOptions::default()).unwrap();
     assert_eq!((report.bad_count, report.error_count), (1, 1), "{report:?}");
@@ -111,10 +117,7 @@ fn manifests_from_the_future_with_bad_names_or_sizes_are_refused() {
         ),
         (|m| m["layers"] = serde_json::json!([]), "0 layers"),
         (|m| m["kind"] = "in-place".into(), "another kind"),
-        (
-            |m| m["content_id"] = serde_json::Value::Null,
-            "content id",
-        ),
+        (|m| m["content_id"] = serde_json::Value::Null, "content id"),
         (|m| m["layout_id"] = "0".repeat(32).into(), "layout id"),
         (|m| m["content_id"] = "xyz".into(), "xyz"),
         (|m| m["stack"] = "other".into(), "content id"),
@@ -243,7 +246,10 @@ fn v1_store_of_another_writer_needs_no_checksums_and_its_files_must_fit() {
     fs::rename(dir.join("sums"), out.join("checksums.xxh3")).unwrap();
     flip(&out.join("experts_00001.xpr"), 12);
     let e = open_err(&out).to_string();
-    assert!(e.contains("layer 1 expert 0: its header says expert 1"), "{e}");
+    assert!(
+        e.contains("layer 1 expert 0: its header says expert 1"),
+        "{e}"
+    );
     let file = File::options()
         .write(true)
         .open(out.join("experts_00000.xpr"))

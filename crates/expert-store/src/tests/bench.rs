@@ -24,20 +24,32 @@ fn cached_mb(dir: &Path) -> u64 {
         .output()
         .unwrap();
     let text = String::from_utf8(out.stdout).unwrap();
-    text.lines().map(|l| l.trim().parse::<u64>().unwrap()).sum::<u64>() >> 20
+    text.lines()
+        .map(|l| l.trim().parse::<u64>().unwrap())
+        .sum::<u64>()
+        >> 20
 }
 
 fn peak_mb() -> u64 {
     let text = fs::read_to_string("/proc/self/status").unwrap();
     let line = text.lines().find(|l| l.starts_with("VmHWM")).unwrap();
-    line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() >> 10
+    line.split_whitespace()
+        .nth(1)
+        .unwrap()
+        .parse::<u64>()
+        .unwrap()
+        >> 10
 }
 
 fn timed<T>(what: &str, bytes: u64, f: impl FnOnce() -> T) -> T {
     let start = Instant::now();
     let out = f();
     let s = start.elapsed().as_secs_f64();
-    println!("{what:34} {s:6.2} s  {:6.2} GB/s  peak {} MB", bytes as f64 / s / 1e9, peak_mb());
+    println!(
+        "{what:34} {s:6.2} s  {:6.2} GB/s  peak {} MB",
+        bytes as f64 / s / 1e9,
+        peak_mb()
+    );
     out
 }
 

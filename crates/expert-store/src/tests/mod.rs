@@ -1,5 +1,7 @@
 //! Tests that need a whole store: made-up checkpoints through pack, index, verify and unpack.
 
+#![allow(clippy::single_range_in_vec_init)] // lists of one range are what is meant
+
 mod audits;
 mod bench;
 mod builds;

@@ -14,7 +14,10 @@ fn tensors(dir: &Path) -> BTreeMap<String, (String, Vec<usize>, Vec<u8>)> {
     let mut all = BTreeMap::new();
     for name in names(dir).iter().filter(|n| n.ends_with(".safetensors")) {
         let bytes = fs::read(dir.join(name)).unwrap();
-        for (name, t) in safetensors::SafeTensors::deserialize(&bytes).unwrap().tensors() {
+        for (name, t) in safetensors::SafeTensors::deserialize(&bytes)
+            .unwrap()
+            .tensors()
+        {
             let value = (
                 format!("{:?}", t.dtype()),
                 t.shape().to_vec(),
@@ -38,7 +41,12 @@ fn every_family_survives_index_pack_verify_and_unpack_with_equal_ids() {
         let dir = dir.path();
         let source = checkpoint(dir, family.name, 3);
         let fly = open(&source);
-        assert!(fly.warnings().is_empty(), "{}: {:?}", family.name, fly.warnings());
+        assert!(
+            fly.warnings().is_empty(),
+            "{}: {:?}",
+            family.name,
+            fly.warnings()
+        );
         assert_eq!(fly.catalogue().record_count(), 10, "{}", family.name);
         let indexed = index(&source, &dir.join("index"), &IndexOptions::default()).unwrap();
         let packed = pack_at(&source, &dir.join("packed"));
@@ -72,15 +80,11 @@ fn every_family_survives_index_pack_verify_and_unpack_with_equal_ids() {
             for (name, tensor) in &is {
                 assert_eq!(was.get(name), Some(tensor), "{}: {name}", family.name);
             }
-            let experts = was
-                .keys()
-                .filter(|n| n.contains("experts") && !n.contains("shared_expert"))
-                .filter(|n| !n.contains(".3.") || family.mtp == 0);
-            if family.module != "block_sparse_moe" && family.module != "mlp.switch_mlp" {
-                assert_eq!(experts.count(), is.len(), "{}", family.name);
-            }
         }
-        // What was unpacked is a checkpoint with the same experts, whatever its shards.
+        // What was unpacked, with the config, is a checkpoint of the same experts.
+        if source.join("config.json").exists() {
+            fs::copy(source.join("config.json"), back.join("config.json")).unwrap();
+        }
         let again = open(&back);
         assert_eq!(again.content_id(), indexed.content_id, "{}", family.name);
     }
@@ -99,7 +103,10 @@ fn same_images(a: &Store, b: &Store) {
             let mut leaves = [Vec::new(), Vec::new()];
             extract(a, key, &mut leaves[0]).unwrap();
             extract(b, key, &mut leaves[1]).unwrap();
-            assert_eq!(leaves[0].len() as u64, layer.class(position).payload_bytes());
+            assert_eq!(
+                leaves[0].len() as u64,
+                layer.class(position).payload_bytes()
+            );
             assert!(leaves[0] == leaves[1], "{key}");
         }
     }
@@ -114,6 +121,7 @@ fn packing_twice_and_from_renamed_shards_gives_the_same_bytes() {
     // Other names, in another order.
     let shard = |i: u32| format!("model-{i:05}-of-00003.safetensors");
     fs::rename(three.join(shard(1)), three.join("z.safetensors")).unwrap();
+    fs::rename(three.join(shard(2)), three.join("k.safetensors")).unwrap();
     fs::rename(three.join(shard(3)), three.join("a.safetensors")).unwrap();
     fs::remove_file(three.join("model.safetensors.index.json")).unwrap();
     pack_at(&one, &dir.join("p1"));
@@ -175,7 +183,11 @@ fn parts_of_a_store_keep_their_indices_and_pack_to_the_same_content() {
     pack(&part, &dir.join("part"), &BuildOptions::default()).unwrap();
     let packed_part = open(&dir.join("part"));
     assert_eq!(packed_part.content_id(), part.content_id());
-    assert!(verify(&packed_part, &VerifyOptions::default()).unwrap().is_ok());
+    assert!(
+        verify(&packed_part, &VerifyOptions::default())
+            .unwrap()
+            .is_ok()
+    );
     same_images(&part, &packed_part);
     assert!(matches!(
         packed_part.locate(Key::new(1, 0)),
@@ -286,11 +298,16 @@ fn v1_records_are_transposed_scaled_and_proven() {
         assert_eq!(words, [1, 1, 4, 256, 512, 16, 7]);
         let mut at = 256;
         for (p, projection) in ["gate_proj", "up_proj", "down_proj"].iter().enumerate() {
-            let leaf = |leaf: &str| &all[&format!("model.layers.1.mlp.experts.4.{projection}.{leaf}")];
+            let leaf =
+                |leaf: &str| &all[&format!("model.layers.1.mlp.experts.4.{projection}.{leaf}")];
             let scale = f32::from_le_bytes(leaf(global).2[..4].try_into().unwrap());
             let want = if invert { 1.0 / scale } else { scale };
             assert_eq!(word(32 + 4 * p), want.to_bits());
-            let input = if invert { "input_global_scale" } else { "input_scale" };
+            let input = if invert {
+                "input_global_scale"
+            } else {
+                "input_scale"
+            };
             assert_eq!(record[44 + 4 * p..48 + 4 * p], leaf(input).2[..4]);
             let packed = if invert { "weight_packed" } else { "weight" };
             for name in [packed, "weight_scale"] {
@@ -335,7 +352,9 @@ fn gguf_comes_back_as_one_file_or_a_directory() {
     let back = open(&file);
     assert_eq!(back.content_id(), store.content_id());
     assert_eq!(
-        back.metadata().get("general.architecture").map(String::as_str),
+        back.metadata()
+            .get("general.architecture")
+            .map(String::as_str),
         Some("gpt-oss")
     );
     assert_eq!(names(dir.path()), ["back.gguf", "gguf-gpt-oss-1"]);

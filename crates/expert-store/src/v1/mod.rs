@@ -2,7 +2,6 @@
 
 mod write;
 
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -14,7 +13,8 @@ use crate::info::{StoreKind, hex128};
 use crate::manifest::{self, CHECKSUMS, Table};
 use crate::open;
 use crate::packed::{open_exact, sampled};
-use crate::store::{OpenOptions, Parts, Store, StoreFile};
+use crate::store::{OpenOptions, Parts, Store};
+use crate::work::Reader;
 use crate::{Dtype, StoreError};
 use expert_wire::v1::{Manifest, RECORD_HEADER_BYTES, RECORD_MAGIC};
 
@@ -228,9 +228,10 @@ pub(crate) fn open(
         names.push(name);
     }
     let records = catalogue.record_count();
+    let reader = Reader::open(&files)?;
     for (layer, file) in catalogue.layers.iter().zip(&files) {
         for position in sampled(layer, records) {
-            check_header(&m, layer, position, file)?;
+            check_header(&m, layer, position, &reader, &file.path)?;
         }
     }
     read_sums(dir, &extra, &mut catalogue, &mut warnings)?;
@@ -311,13 +312,15 @@ pub(crate) fn check_header(
     m: &Manifest,
     layer: &Layer,
     position: usize,
-    file: &StoreFile,
+    reader: &Reader,
+    path: &Path,
 ) -> Result<(), StoreError> {
+    let Records::Packed { file, .. } = layer.records else {
+        return Ok(());
+    };
     let expert = layer.experts[position];
     let mut got = [0; 28];
-    file.file
-        .read_exact_at(&mut got, position as u64 * m.record_stride)
-        .map_err(StoreError::io("reading", &file.path))?;
+    reader.read_file(file, position as u64 * m.record_stride, &mut got)?;
     let words = [
         ("magic", RECORD_MAGIC),
         ("version", 1),
@@ -331,7 +334,7 @@ pub(crate) fn check_header(
         let have = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
         if have != want {
             return Err(StoreError::store(
-                &file.path,
+                path,
                 format!(
                     "layer {} expert {expert}: its header says {what} {have}, expected {want}",
                     layer.layer

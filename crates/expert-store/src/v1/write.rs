@@ -223,7 +223,10 @@ fn find(class: &Class) -> Result<(Geometry, Leaves), String> {
     for (i, &role) in roles.iter().enumerate() {
         let need = |name: &str| {
             get(role, name).ok_or_else(|| {
-                format!("no {role:?} {name}: only NVFP4 gate, up and down fit; there are {}", names())
+                format!(
+                    "no {role:?} {name}: only NVFP4 gate, up and down fit; there are {}",
+                    names()
+                )
             })
         };
         leaves.matrix[i] = [need(packed)?, need("weight_scale")?];
@@ -258,7 +261,11 @@ fn find(class: &Class) -> Result<(Geometry, Leaves), String> {
             return Err(format!("{:?} is {have:?}, expected {want:?}", leaf.name));
         }
     }
-    for &i in leaves.scale2.iter().chain(leaves.input_scale.iter().flatten()) {
+    for &i in leaves
+        .scale2
+        .iter()
+        .chain(leaves.input_scale.iter().flatten())
+    {
         let leaf = &class.leaves[i];
         if leaf.dtype.name() != "F32" || leaf.bytes != 4 {
             return Err(format!(

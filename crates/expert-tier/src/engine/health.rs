@@ -62,6 +62,9 @@ pub(super) struct RailBook {
     backoff: Duration,
     /// Why it is not up; for people.
     pub(super) trouble: String,
+    /// Reason of the last failure, and the bytes carried until then: for logging each once.
+    last_down: String,
+    bytes_when_down: Option<u64>,
     pub(super) bytes: u64,
     pub(super) reads: u64,
     pub(super) errors: RailErrors,
@@ -92,6 +95,8 @@ impl RailBook {
             progress_at: now,
             backoff: config.backoff_first,
             trouble: "not connected yet".into(),
+            last_down: String::new(),
+            bytes_when_down: None,
             bytes: 0,
             reads: 0,
             errors: RailErrors::default(),
@@ -125,7 +130,11 @@ impl RailBook {
 
     pub(super) fn ready(&mut self, content: ContentTag) {
         if !self.is_up() {
-            tracing::info!(rail = %self.name, "rail is up");
+            // One that never carried a byte since it went down last is no news.
+            match self.bytes_when_down == Some(self.bytes) {
+                true => tracing::debug!(rail = %self.name, "rail is up again"),
+                false => tracing::info!(rail = %self.name, "rail is up"),
+            }
         }
         if self.content.replace(content) != Some(content) {
             self.content_changes += 1;
@@ -138,7 +147,13 @@ impl RailBook {
     pub(super) fn down(&mut self, why: String) -> bool {
         match self.state {
             RailState::Up | RailState::Probing => {
-                tracing::warn!(rail = %self.name, "rail is down: {why}");
+                // A rail that fails again in the same way before it did any work says it once.
+                match self.bytes_when_down == Some(self.bytes) && self.last_down == why {
+                    true => tracing::debug!(rail = %self.name, "rail is down again: {why}"),
+                    false => tracing::warn!(rail = %self.name, "rail is down: {why}"),
+                }
+                self.bytes_when_down = Some(self.bytes);
+                self.last_down.clone_from(&why);
                 self.errors.downs += 1;
                 self.trouble = why;
                 self.set_state(RailState::Suspect);

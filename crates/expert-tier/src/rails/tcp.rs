@@ -94,7 +94,8 @@ struct Lane {
 #[derive(Default)]
 struct LaneQueue {
     posted: VecDeque<(u64, Read)>,
-    next_id: u64,
+    /// Id of the last READ posted.
+    last_id: u64,
     closed: bool,
 }
 
@@ -158,8 +159,9 @@ impl Rail for TcpRail {
         if queue.closed {
             return Err(Box::new(read));
         }
-        let id = queue.next_id;
-        queue.next_id += 1;
+        // Id 0 belongs to what nobody asked for.
+        queue.last_id += 1;
+        let id = queue.last_id;
         let mut unsent = lock(&lane.unsent);
         if self.config.v1 {
             unsent.extend_from_slice(&v1::encode_request(read.key));
@@ -581,8 +583,7 @@ impl LaneV2<'_> {
             .posted
             .front()
             .is_some_and(|(id, _)| *id == header.id);
-        // An error without a READ concerns the connection. (READ 0 may be refused as well: then
-        // it is the one posted.)
+        // An error without a READ concerns the connection.
         if !is_ours || matches!(error.code, ErrorCode::ShuttingDown | ErrorCode::BadFrame) {
             return Err(format!("peer: {} ({:?})", error.message, error.code));
         }

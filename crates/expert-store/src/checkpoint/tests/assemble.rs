@@ -163,6 +163,14 @@ fn configuration_is_a_cross_check_and_tells_zero_experts() {
     );
     warned(r#"{"num_experts_per_tok":6}"#, "says 6 experts per token");
     warned("{", "config.json was not used");
+    warned(
+        r#"{"num_experts":18446744073709551615,"zero_expert_num":7}"#,
+        "layer 0 has 4",
+    );
+    warned(
+        r#"{"num_experts":[18446744073709551615,18446744073709551615]}"#,
+        "layer 0 has 4",
+    );
     let quiet = |config: &str| {
         assert!(
             one_file_of(&t, config).open().unwrap().warnings.is_empty(),
