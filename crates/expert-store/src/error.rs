@@ -151,7 +151,6 @@ impl StoreError {
         }
     }
 
-    #[allow(dead_code)] // the readers of checkpoints use it
     pub(crate) fn checkpoint(path: impl Into<PathBuf>, why: impl Into<String>) -> Self {
         Self::Checkpoint {
             path: path.into(),

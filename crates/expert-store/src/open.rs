@@ -218,7 +218,7 @@ fn each_file(
                     match source {
                         LeafSource::Strided { file, .. } => f(file)?,
                         LeafSource::Column { files, .. } => {
-                            files.iter_mut().try_for_each(&mut f)?
+                            files.iter_mut().try_for_each(&mut f)?;
                         }
                     }
                 }

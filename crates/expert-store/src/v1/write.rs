@@ -35,7 +35,7 @@ struct Leaves {
 /// Writes a v1 store from compressed-tensors or ModelOpt NVFP4 leaves.
 ///
 /// *Errors*: [`StoreError::Usage`] with the reason for anything that does not fit v1 (other leaves,
-/// layers of different shape, missing experts); otherwise as [`crate::pack`].
+/// layers of different shape, missing experts); otherwise as [`crate::pack()`].
 pub fn pack_v1(source: &Store, out: &Path, options: &BuildOptions) -> Result<Report, StoreError> {
     let refuse = |why: String| {
         StoreError::Usage(format!(
