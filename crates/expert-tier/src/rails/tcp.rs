@@ -19,7 +19,7 @@ use expert_arena::RecvFlags;
 use expert_store::catalogue::CHUNK_BYTES;
 use expert_wire::client::{Outcome, Protocol};
 use expert_wire::frame::{self, FrameHeader, FrameKind};
-use expert_wire::message::{ErrorCode, ErrorFrame, ReadRequest, Role, Welcome};
+use expert_wire::message::{ChecksumReport, ErrorCode, ErrorFrame, ReadRequest, Role, Welcome};
 use expert_wire::v1::{self, Manifest};
 use expert_wire::{Key, limits};
 use rustix::net::SendFlags;
@@ -535,10 +535,7 @@ impl LaneV2<'_> {
                     if payload.len() > 64 {
                         return Err("the peer sent a ping of more than 64 bytes".into());
                     }
-                    let lane = &self.attempt.lanes[self.index];
-                    let mut unsent = lock(&lane.unsent);
-                    frame::push_frame(&mut unsent, FrameKind::Pong, header.id, &payload);
-                    lane.flush(&mut unsent);
+                    self.send(FrameKind::Pong, header.id, &payload);
                 }
                 FrameKind::Pong => drop(self.payload(header)?),
                 FrameKind::Goodbye => return Err("the peer said goodbye".into()),
@@ -565,6 +562,9 @@ impl LaneV2<'_> {
         {
             Ok((landed, surplus)) => {
                 self.carried = surplus;
+                if let Err(ReadError::Checksum(bad)) = &landed {
+                    self.report(&read, bad.chunk);
+                }
                 self.attempt.complete(self.index, read, landed);
                 Ok(())
             }
@@ -574,6 +574,23 @@ impl LaneV2<'_> {
                 Err(why)
             }
         }
+    }
+
+    /// Tells the peer, so that it looks at its files now.
+    fn report(&self, read: &Read, chunk: u32) {
+        let report = ChecksumReport {
+            key: read.key,
+            chunk,
+            epoch: self.welcome.epoch,
+        };
+        self.send(FrameKind::ChecksumReport, 0, &report.encode());
+    }
+
+    fn send(&self, kind: FrameKind, id: u64, payload: &[u8]) {
+        let lane = &self.attempt.lanes[self.index];
+        let mut unsent = lock(&lane.unsent);
+        frame::push_frame(&mut unsent, kind, id, payload);
+        lane.flush(&mut unsent);
     }
 
     fn take_error(&mut self, header: FrameHeader) -> Result<(), LaneEnd> {
