@@ -13,6 +13,7 @@ use anyhow::Context;
 use atlas_expert::cli::args::{MovedArgs, SelectArgs, StackArgs};
 use atlas_expert::cli::{self, bar, output, signals};
 use clap::Parser;
+use expert_peer::populate::ProgressFn;
 use expert_peer::{Peer, PeerConfig, PeerError, PopulateOptions, Source};
 use expert_store::info::{StoreKind, hex128};
 use expert_store::{OpenOptions, Store, StoreError};
@@ -83,7 +84,7 @@ struct Args {
     /// Print one line of JSON when ready, for programs
     #[arg(long)]
     json: bool,
-    /// No progress bar
+    /// No reports of progress
     #[arg(short, long)]
     quiet: bool,
 }
@@ -230,22 +231,21 @@ fn config(args: &Args, store: Arc<Store>, cancel: &Arc<AtomicBool>) -> PeerConfi
     config.limits.handshake_timeout = Duration::from_secs(args.handshake_timeout.into());
     config.limits.send_timeout = Duration::from_secs(args.send_timeout.into());
     config.restat_interval = Duration::from_millis(args.restat_interval.into());
-    config.populate = (!args.no_populate).then(|| {
-        let mut options = PopulateOptions::default();
-        options.threads = args.threads.map_or(0, usize::from);
-        options.cancel = cancel.clone();
-        options.progress = (!args.quiet).then(|| -> Arc<expert_peer::populate::ProgressFn> {
-            Arc::new(|done, total| {
-                info!(
-                    "read {} of {} into memory",
-                    output::human_bytes(done),
-                    output::human_bytes(total)
-                );
-            })
-        });
-        options
+    config.populate = (!args.no_populate).then(|| PopulateOptions {
+        threads: args.threads.map_or(0, usize::from),
+        cancel: cancel.clone(),
+        progress: (!args.quiet).then(|| Arc::new(log_progress) as Arc<ProgressFn>),
+        ..PopulateOptions::default()
     });
     config
+}
+
+fn log_progress(done: u64, total: u64) {
+    info!(
+        "read {} of {} into memory",
+        output::human_bytes(done),
+        output::human_bytes(total)
+    );
 }
 
 /// Tells on standard output that the peer is ready, and what a client needs.

@@ -35,6 +35,12 @@ pub fn print_warnings<T: AsRef<str>>(warnings: &[T]) {
     }
 }
 
+/// Prints an error that does not end the work to standard error.
+pub fn print_error(error: &impl std::fmt::Display) {
+    // Where standard error is closed there is nobody to tell.
+    let _ = writeln!(io::stderr(), "error: {error}");
+}
+
 /// Bytes in decimal units, as disks and networks count: `9.44 MB`.
 pub fn human_bytes(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["kB", "MB", "GB", "TB", "PB"];

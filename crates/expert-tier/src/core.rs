@@ -30,8 +30,7 @@ pub(crate) struct Core {
     view: RwLock<Arc<View>>,
     refresh: Refresh,
     verify: Verify,
-    /// Records compared once, per content, for [`Verify::First`]: a bit per expert of each layer.
-    seen: Mutex<(Option<ContentTag>, HashMap<u32, Vec<u64>>)>,
+    seen: Mutex<Seen>,
     deadline: Deadline,
     arena: Arc<ExpertArena>,
 }
@@ -142,25 +141,40 @@ impl Core {
     }
 
     fn must_verify(&self, tag: ContentTag, key: Key) -> bool {
-        if self.verify != Verify::First {
-            return true;
-        }
-        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        let word = seen
-            .1
-            .get(&key.layer)
-            .and_then(|bits| bits.get(key.expert as usize / 64))
-            .copied()
-            .unwrap_or(0);
-        seen.0 != Some(tag) || word & (1 << (key.expert % 64)) == 0
+        self.verify != Verify::First
+            || !self
+                .seen
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .contains(tag, key)
     }
 
     fn note_verified(&self, tag: ContentTag, key: Key) {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        if seen.0 != Some(tag) {
-            *seen = (Some(tag), HashMap::new());
+        seen.insert(tag, key);
+    }
+}
+
+/// Records compared once, for [`Verify::First`]: a bit per expert of each layer of one content.
+#[derive(Debug, Default)]
+struct Seen {
+    content: Option<ContentTag>,
+    layers: HashMap<u32, Vec<u64>>,
+}
+
+impl Seen {
+    fn contains(&self, content: ContentTag, key: Key) -> bool {
+        let bits = self.layers.get(&key.layer);
+        let word = bits.and_then(|bits| bits.get(key.expert as usize / 64));
+        self.content == Some(content) && word.is_some_and(|w| w >> (key.expert % 64) & 1 == 1)
+    }
+
+    fn insert(&mut self, content: ContentTag, key: Key) {
+        if self.content != Some(content) {
+            self.layers.clear();
+            self.content = Some(content);
         }
-        let bits = seen.1.entry(key.layer).or_default();
+        let bits = self.layers.entry(key.layer).or_default();
         let word = key.expert as usize / 64;
         if bits.len() <= word {
             bits.resize(word + 1, 0);

@@ -14,7 +14,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::*;
 use crate::config::Policy;
-use crate::rail::Landed;
+use crate::rail::{BadChunk, Landed};
 
 const TAG: ContentTag = ContentTag {
     id: 7,
@@ -23,7 +23,7 @@ const TAG: ContentTag = ContentTag {
 
 /// Byte `at` of the record of an expert; a function that differs between neighbours and experts.
 fn byte(expert: u32, at: u64) -> u8 {
-    (at.wrapping_mul(31) ^ (at >> 8) ^ u64::from(expert) * 97) as u8
+    (at.wrapping_mul(31) ^ (at >> 8) ^ (u64::from(expert) * 97)) as u8
 }
 
 const EXPERTS: u32 = 16;

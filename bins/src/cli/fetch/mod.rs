@@ -1,5 +1,7 @@
 //! `atlas-expert fetch`: every record, or some, through a backend into an arena, proven and timed.
 
+mod report;
+
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -13,7 +15,6 @@ use expert_store::digest::PayloadDigest;
 use expert_store::info::{StoreInfo, hex128, parse_hex128};
 use expert_store::progress::Progress;
 use expert_store::{Key, OpenOptions, Store};
-use expert_tier::stats::RailStats;
 use expert_tier::{
     Deadline, EngineConfig, ExpertTier, OnFailure, Pending, Policy, TierBuilder, Verify, env,
     largest_image_bytes,
@@ -21,11 +22,11 @@ use expert_tier::{
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use rustix::time::{ClockId, clock_gettime};
-use serde::Serialize;
 
 use super::args::SelectArgs;
-use super::output::{self, grouped, human_bytes};
+use super::output;
 use super::{UsageError, bar, signals};
+use report::{Report, text};
 
 /// Records whose trouble is listed; more are counted.
 const ERRORS_SHOWN: u64 = 20;
@@ -145,29 +146,6 @@ enum PolicyArg {
     ExpertMod,
     /// All rails share each record
     Split,
-}
-
-/// What one run did; `--json` prints it as it is.
-#[derive(Debug, Serialize)]
-struct Report {
-    backend: &'static str,
-    records: u64,
-    failed: u64,
-    bytes: u64,
-    seconds: f64,
-    gb_per_s: f64,
-    record_p50_us: u64,
-    record_p99_us: u64,
-    batch_p50_us: u64,
-    batch_p99_us: u64,
-    cpu_seconds_per_gib: f64,
-    verify_seconds: f64,
-    payload_digest: Option<String>,
-    content_id: Option<String>,
-    verified: bool,
-    verify_failures: u64,
-    fallbacks: u64,
-    rails: Vec<RailStats>,
 }
 
 /// Runs the command.
@@ -476,9 +454,9 @@ impl<'a> Fetch<'a> {
                 Err(e) => {
                     self.failed += 1;
                     match self.failed {
-                        n if n <= ERRORS_SHOWN => eprintln!("error: {e}"),
+                        n if n <= ERRORS_SHOWN => output::print_error(&e),
                         n if n == ERRORS_SHOWN + 1 => {
-                            eprintln!("error: … further ones are counted")
+                            output::print_error(&"… further ones are counted");
                         }
                         _ => {}
                     }
@@ -535,83 +513,6 @@ fn cpu_seconds() -> f64 {
 fn percentile(sorted: &[u64], percent: usize) -> u64 {
     let rank = (sorted.len() * percent).div_ceil(100);
     sorted.get(rank.max(1) - 1).copied().unwrap_or(0)
-}
-
-fn text(report: &Report, arena: &ExpertArena) -> String {
-    let none = || "none".to_owned();
-    let mut out = output::pairs(&[
-        ("backend", report.backend.to_owned()),
-        (
-            "records",
-            match report.failed {
-                0 => grouped(report.records),
-                n => format!("{}, {} FAILED", grouped(report.records), grouped(n)),
-            },
-        ),
-        ("bytes", human_bytes(report.bytes)),
-        (
-            "took",
-            format!("{:.3} s, {:.2} GB/s", report.seconds, report.gb_per_s),
-        ),
-        (
-            "record p50, p99",
-            format!(
-                "{} us, {} us",
-                grouped(report.record_p50_us),
-                grouped(report.record_p99_us)
-            ),
-        ),
-        (
-            "batch p50, p99",
-            format!(
-                "{} us, {} us",
-                grouped(report.batch_p50_us),
-                grouped(report.batch_p99_us)
-            ),
-        ),
-        (
-            "client CPU",
-            format!("{:.3} s per GiB", report.cpu_seconds_per_gib),
-        ),
-        (
-            "checksums",
-            match (report.verified, report.verify_failures) {
-                (true, 0) => "every chunk compared".to_owned(),
-                (true, n) => format!("every chunk compared, {n} had to be read again"),
-                (false, n) => format!("NOT all compared, {n} failures"),
-            },
-        ),
-        ("arena", arena.report().to_string().replace('\n', "; ")),
-        ("content id", report.content_id.clone().unwrap_or_else(none)),
-        (
-            "payload-digest",
-            report.payload_digest.clone().unwrap_or_else(none),
-        ),
-    ]);
-    let rows: Vec<Vec<String>> = report
-        .rails
-        .iter()
-        .map(|rail| {
-            vec![
-                rail.name.clone(),
-                rail.state.to_owned(),
-                human_bytes(rail.bytes),
-                grouped(rail.reads),
-                rail.errors.to_string(),
-                rail.state_changes.to_string(),
-                format!("{} us", grouped(rail.latency_p50_us)),
-                format!("{} us", grouped(rail.latency_p99_us)),
-            ]
-        })
-        .collect();
-    out.push('\n');
-    out.push_str(&output::table(
-        &[
-            "rail", "state", "bytes", "reads", "errors", "changes", "p50", "p99",
-        ],
-        &rows,
-    ));
-    out
 }
 
 #[cfg(test)]

@@ -7,7 +7,11 @@
 //! *Memory rule*: a READ is owned by its lane's queue from `post` on. The lane's thread gives every
 //! READ back, the last ones when it ends, and writes nowhere after that.
 
+mod v1;
+mod v2;
+
 use std::collections::VecDeque;
+use std::convert::Infallible;
 use std::io;
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::AsFd;
@@ -18,18 +22,19 @@ use std::time::{Duration, Instant};
 use expert_arena::RecvFlags;
 use expert_store::catalogue::CHUNK_BYTES;
 use expert_wire::client::{Outcome, Protocol};
-use expert_wire::frame::{self, FrameHeader, FrameKind};
-use expert_wire::message::{ChecksumReport, ErrorCode, ErrorFrame, ReadRequest, Role, Welcome};
-use expert_wire::v1::{self, Manifest};
-use expert_wire::{Key, limits};
+use expert_wire::frame::{self, FrameKind};
+use expert_wire::limits;
+use expert_wire::message::{ReadRequest, Role, Welcome};
+use expert_wire::v1 as wire_v1;
 use rustix::net::SendFlags;
-use xxhash_rust::xxh3::xxh3_128;
 
 use super::socket;
 use crate::notify::Notifier;
 use crate::rail::{
     Capabilities, Completion, ContentTag, Landed, Rail, RailEvent, RailKind, Read, ReadError,
 };
+pub(crate) use v1::v1_tag;
+use v2::LaneV2;
 
 /// How a TCP rail is set up.
 #[derive(Debug, Clone)]
@@ -164,7 +169,7 @@ impl Rail for TcpRail {
         let id = queue.last_id;
         let mut unsent = lock(&lane.unsent);
         if self.config.v1 {
-            unsent.extend_from_slice(&v1::encode_request(read.key));
+            unsent.extend_from_slice(&wire_v1::encode_request(read.key));
         } else {
             let request = ReadRequest {
                 key: read.key,
@@ -326,7 +331,7 @@ impl Attempt {
             .push(RailEvent::Completion(Completion { read, result }));
     }
 
-    fn serve(&self, index: usize, config: &TcpConfig) -> Result<std::convert::Infallible, LaneEnd> {
+    fn serve(&self, index: usize, config: &TcpConfig) -> Result<Infallible, LaneEnd> {
         let protocol = match config.v1 {
             true => Protocol::V1,
             false => config.protocol,
@@ -345,15 +350,7 @@ impl Attempt {
         match outcome {
             Outcome::V2(welcome) if !config.v1 => {
                 self.ready(ContentTag::of(&welcome), welcome.epoch)?;
-                LaneV2 {
-                    attempt: self,
-                    index,
-                    stream: &stream,
-                    welcome,
-                    carry: [0; frame::HEADER_BYTES],
-                    carried: 0,
-                }
-                .serve()
+                LaneV2::new(self, index, &stream, welcome).serve()
             }
             Outcome::V1(manifest) if config.v1 => {
                 self.ready(v1_tag(&manifest), 0)?;
@@ -406,38 +403,6 @@ impl Attempt {
         self.rail
             .progress
             .fetch_add(bytes as u64, Ordering::Relaxed);
-    }
-
-    fn serve_v1(
-        &self,
-        index: usize,
-        stream: &TcpStream,
-        manifest: &Manifest,
-    ) -> Result<std::convert::Infallible, LaneEnd> {
-        loop {
-            let mut status = [0u8];
-            recv_exact(stream, &mut status)?;
-            let mut read = self.next_posted(index, None)?;
-            if status[0] != v1::STATUS_OK {
-                let why = format!("status {}", status[0]);
-                self.complete(index, read, Err(ReadError::Refused(why)));
-                continue;
-            }
-            let received = self.receive(stream, &mut read, None);
-            match received {
-                Ok((landed, _)) => {
-                    let landed = landed.and_then(|landed| {
-                        check_v1_header(&read, manifest).map_err(ReadError::WrongRecord)?;
-                        Ok(landed)
-                    });
-                    self.complete(index, read, landed);
-                }
-                Err(why) => {
-                    self.complete(index, read, Err(ReadError::Flushed));
-                    return Err(why);
-                }
-            }
-        }
     }
 
     /// Receives all bytes of a READ, chunk by chunk, and compares checksums while they are in the
@@ -502,172 +467,12 @@ impl Attempt {
     }
 }
 
-struct LaneV2<'a> {
-    attempt: &'a Attempt,
-    index: usize,
-    stream: &'a TcpStream,
-    welcome: Welcome,
-    /// Bytes of the next header that came with the last READ.
-    carry: [u8; frame::HEADER_BYTES],
-    carried: usize,
-}
-
-impl LaneV2<'_> {
-    fn serve(mut self) -> Result<std::convert::Infallible, LaneEnd> {
-        loop {
-            let mut header = self.carry;
-            recv_exact(self.stream, &mut header[self.carried..])?;
-            self.carried = 0;
-            let header = FrameHeader::decode(&header, limits::REQUEST_MAX_BYTES)
-                .map_err(|e| format!("the peer sent garbage: {e}"))?;
-            match header.kind {
-                FrameKind::Data => self.take_data(header)?,
-                FrameKind::Error => self.take_error(header)?,
-                FrameKind::StoreChanged => {
-                    let payload = self.payload(header)?;
-                    let welcome = Welcome::decode(&payload).map_err(|e| e.to_string())?;
-                    tracing::info!(epoch = welcome.epoch, "the peer's store changed");
-                    self.welcome = welcome;
-                    self.attempt.content_changed(&welcome);
-                }
-                FrameKind::Ping => {
-                    let payload = self.payload(header)?;
-                    if payload.len() > 64 {
-                        return Err("the peer sent a ping of more than 64 bytes".into());
-                    }
-                    self.send(FrameKind::Pong, header.id, &payload);
-                }
-                FrameKind::Pong => drop(self.payload(header)?),
-                FrameKind::Goodbye => return Err("the peer said goodbye".into()),
-                other => return Err(format!("the peer sent an unexpected {other:?} frame")),
-            }
-        }
-    }
-
-    fn take_data(&mut self, header: FrameHeader) -> Result<(), LaneEnd> {
-        let mut read = self.attempt.next_posted(self.index, Some(header.id))?;
-        if u64::from(header.payload_bytes) != read.bytes() {
-            let why = format!(
-                "the peer sent {} bytes where {} were asked for",
-                header.payload_bytes,
-                read.bytes()
-            );
-            self.attempt
-                .complete(self.index, read, Err(ReadError::Flushed));
-            return Err(why);
-        }
-        match self
-            .attempt
-            .receive(self.stream, &mut read, Some(&mut self.carry))
-        {
-            Ok((landed, surplus)) => {
-                self.carried = surplus;
-                if let Err(ReadError::Checksum(bad)) = &landed {
-                    self.report(&read, bad.chunk);
-                }
-                self.attempt.complete(self.index, read, landed);
-                Ok(())
-            }
-            Err(why) => {
-                self.attempt
-                    .complete(self.index, read, Err(ReadError::Flushed));
-                Err(why)
-            }
-        }
-    }
-
-    /// Tells the peer, so that it looks at its files now.
-    fn report(&self, read: &Read, chunk: u32) {
-        let report = ChecksumReport {
-            key: read.key,
-            chunk,
-            epoch: self.welcome.epoch,
-        };
-        self.send(FrameKind::ChecksumReport, 0, &report.encode());
-    }
-
-    fn send(&self, kind: FrameKind, id: u64, payload: &[u8]) {
-        let lane = &self.attempt.lanes[self.index];
-        let mut unsent = lock(&lane.unsent);
-        frame::push_frame(&mut unsent, kind, id, payload);
-        lane.flush(&mut unsent);
-    }
-
-    fn take_error(&mut self, header: FrameHeader) -> Result<(), LaneEnd> {
-        let payload = self.payload(header)?;
-        let error = ErrorFrame::decode(&payload).map_err(|e| e.to_string())?;
-        let is_ours = lock(&self.attempt.lanes[self.index].queue)
-            .posted
-            .front()
-            .is_some_and(|(id, _)| *id == header.id);
-        // An error without a READ concerns the connection.
-        if !is_ours || matches!(error.code, ErrorCode::ShuttingDown | ErrorCode::BadFrame) {
-            return Err(format!("peer: {} ({:?})", error.message, error.code));
-        }
-        let read = self.attempt.next_posted(self.index, Some(header.id))?;
-        let result = match error.code {
-            ErrorCode::StoreChanged => ReadError::ContentChanged,
-            ErrorCode::NoSuchLayer
-            | ErrorCode::NoSuchExpert
-            | ErrorCode::IdentityExpert
-            | ErrorCode::BadRange => ReadError::Refused(error.message),
-            _ => ReadError::Unavailable(error.message),
-        };
-        self.attempt.complete(self.index, read, Err(result));
-        Ok(())
-    }
-
-    fn payload(&self, header: FrameHeader) -> Result<Vec<u8>, LaneEnd> {
-        let mut payload = vec![0; header.payload_bytes as usize];
-        recv_exact(self.stream, &mut payload)?;
-        Ok(payload)
-    }
-}
-
 fn recv_exact(mut stream: &TcpStream, buffer: &mut [u8]) -> Result<(), LaneEnd> {
     use std::io::Read as _;
     stream.read_exact(buffer).map_err(|e| match e.kind() {
         io::ErrorKind::UnexpectedEof => "the peer closed the connection".to_owned(),
         _ => format!("connection lost: {e}"),
     })
-}
-
-/// v1 has no content id: its manifest is all there is to tell one store from another.
-pub(crate) fn v1_tag(manifest: &Manifest) -> ContentTag {
-    let text = serde_json::to_vec(manifest).expect("a manifest is plain data");
-    ContentTag {
-        id: xxh3_128(&text),
-        instance: None,
-    }
-}
-
-fn check_v1_header(read: &Read, manifest: &Manifest) -> Result<(), String> {
-    let mut header = [0u8; 28];
-    if read.range.len() < header.len() {
-        return Err("record without a header".into());
-    }
-    read.range.copy_out(0, &mut header);
-    let word = |i: usize| u32::from_le_bytes(header[i * 4..i * 4 + 4].try_into().expect("4 bytes"));
-    if word(0) != v1::RECORD_MAGIC || word(1) != 1 {
-        return Err(format!(
-            "record header has magic {:#x} version {}, expected {:#x} version 1",
-            word(0),
-            word(1),
-            v1::RECORD_MAGIC
-        ));
-    }
-    let got = Key::new(word(2), word(3));
-    if got != read.key {
-        return Err(format!("the peer answered with {got}"));
-    }
-    let geometry = (word(4), word(5), word(6));
-    let want = (manifest.inter, manifest.hidden, manifest.group_size);
-    if geometry != want {
-        return Err(format!(
-            "record of inter, hidden, group {geometry:?}, the manifest says {want:?}"
-        ));
-    }
-    Ok(())
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -1,0 +1,83 @@
+//! A lane that speaks the frozen v1 protocol: whole records, identified by their headers alone.
+
+use std::convert::Infallible;
+use std::net::TcpStream;
+
+use expert_wire::Key;
+use expert_wire::v1::{self, Manifest};
+use xxhash_rust::xxh3::xxh3_128;
+
+use super::{Attempt, LaneEnd, recv_exact};
+use crate::rail::{ContentTag, Read, ReadError};
+
+/// v1 has no content id: its manifest is all there is to tell one store from another.
+pub(crate) fn v1_tag(manifest: &Manifest) -> ContentTag {
+    let text = serde_json::to_vec(manifest).expect("a manifest is plain data");
+    ContentTag {
+        id: xxh3_128(&text),
+        instance: None,
+    }
+}
+
+impl Attempt {
+    pub(super) fn serve_v1(
+        &self,
+        index: usize,
+        stream: &TcpStream,
+        manifest: &Manifest,
+    ) -> Result<Infallible, LaneEnd> {
+        loop {
+            let mut status = [0u8];
+            recv_exact(stream, &mut status)?;
+            let mut read = self.next_posted(index, None)?;
+            if status[0] != v1::STATUS_OK {
+                let why = format!("status {}", status[0]);
+                self.complete(index, read, Err(ReadError::Refused(why)));
+                continue;
+            }
+            let received = self.receive(stream, &mut read, None);
+            match received {
+                Ok((landed, _)) => {
+                    let landed = landed.and_then(|landed| {
+                        check_v1_header(&read, manifest).map_err(ReadError::WrongRecord)?;
+                        Ok(landed)
+                    });
+                    self.complete(index, read, landed);
+                }
+                Err(why) => {
+                    self.complete(index, read, Err(ReadError::Flushed));
+                    return Err(why);
+                }
+            }
+        }
+    }
+}
+
+fn check_v1_header(read: &Read, manifest: &Manifest) -> Result<(), String> {
+    let mut header = [0u8; 28];
+    if read.range.len() < header.len() {
+        return Err("record without a header".into());
+    }
+    read.range.copy_out(0, &mut header);
+    let word = |i: usize| u32::from_le_bytes(header[i * 4..i * 4 + 4].try_into().expect("4 bytes"));
+    if word(0) != v1::RECORD_MAGIC || word(1) != 1 {
+        return Err(format!(
+            "record header has magic {:#x} version {}, expected {:#x} version 1",
+            word(0),
+            word(1),
+            v1::RECORD_MAGIC
+        ));
+    }
+    let got = Key::new(word(2), word(3));
+    if got != read.key {
+        return Err(format!("the peer answered with {got}"));
+    }
+    let geometry = (word(4), word(5), word(6));
+    let want = (manifest.inter, manifest.hidden, manifest.group_size);
+    if geometry != want {
+        return Err(format!(
+            "record of inter, hidden, group {geometry:?}, the manifest says {want:?}"
+        ));
+    }
+    Ok(())
+}
