@@ -14,7 +14,7 @@ use atlas_expert::cli::args::{MovedArgs, SelectArgs, StackArgs};
 use atlas_expert::cli::{self, bar, output, signals};
 use clap::Parser;
 use expert_peer::populate::ProgressFn;
-use expert_peer::{Peer, PeerConfig, PeerError, PopulateOptions, Source};
+use expert_peer::{Peer, PeerConfig, PeerError, PopulateOptions, Source, Transfer};
 use expert_store::info::{StoreKind, hex128};
 use expert_store::{OpenOptions, Store, StoreError};
 use serde_json::json;
@@ -32,6 +32,26 @@ use tracing_subscriber::util::SubscriberInitExt;
 ///
 /// Clients verify what they get against checksums. A store carries them; for a bare checkpoint they are computed at the
 /// start, which reads all of it once (`atlas-expert index` keeps them for the next time).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum TransferArg {
+    /// `copy` to clients on this machine, `sendfile` to others
+    Auto,
+    /// Straight from the page cache
+    Sendfile,
+    /// Through a buffer
+    Copy,
+}
+
+impl From<TransferArg> for Transfer {
+    fn from(arg: TransferArg) -> Self {
+        match arg {
+            TransferArg::Auto => Self::Auto,
+            TransferArg::Sendfile => Self::Sendfile,
+            TransferArg::Copy => Self::Copy,
+        }
+    }
+}
+
 #[derive(Debug, Parser)]
 #[command(name = "atlas-expert-peer", version, max_term_width = 110, after_help = AFTER_HELP)]
 struct Args {
@@ -78,6 +98,9 @@ struct Args {
     /// Time between looks at the store's files
     #[arg(long, value_name = "MILLISECONDS", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(10..=3_600_000))]
     restat_interval: u32,
+    /// How bytes get from files into sockets
+    #[arg(long, value_enum, default_value_t = TransferArg::Auto)]
+    transfer: TransferArg,
     /// Time for answers on their way when the peer is told to end
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u16).range(1..=3600))]
     shutdown_timeout: u16,
@@ -230,6 +253,7 @@ fn config(args: &Args, store: Arc<Store>, cancel: &Arc<AtomicBool>) -> PeerConfi
     config.limits.handshakes_max = (args.max_connections as usize).div_ceil(2);
     config.limits.handshake_timeout = Duration::from_secs(args.handshake_timeout.into());
     config.limits.send_timeout = Duration::from_secs(args.send_timeout.into());
+    config.transfer = args.transfer.into();
     config.restat_interval = Duration::from_millis(args.restat_interval.into());
     config.populate = (!args.no_populate).then(|| PopulateOptions {
         threads: args.threads.map_or(0, usize::from),

@@ -1,6 +1,7 @@
 //! How a peer serves.
 
 use std::fmt;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -46,11 +47,29 @@ impl Default for Limits {
 /// How bytes get from a file into a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Transfer {
-    /// `sendfile`: no copy through this process. Where a file system refuses it, [`Self::Copy`].
+    /// [`Self::Copy`] to clients on this machine, [`Self::Sendfile`] to others. Through loopback
+    /// the receiver's copy is the limit, and it is faster from a buffer in the cache than from the
+    /// page cache; through a network card `sendfile` saves a copy.
     #[default]
+    Auto,
+    /// `sendfile`: no copy through this process. Where a file system refuses it, [`Self::Copy`].
     Sendfile,
     /// `pread` and `send`.
     Copy,
+}
+
+impl Transfer {
+    /// What it means for one client: never [`Self::Auto`].
+    pub(crate) fn resolve(self, client: IpAddr, own: Option<SocketAddr>) -> Self {
+        // A client that reached us from the address that it reached us at is on this machine.
+        let is_local =
+            client.to_canonical().is_loopback() || own.is_some_and(|own| own.ip() == client);
+        match (self, is_local) {
+            (Self::Auto, true) => Self::Copy,
+            (Self::Auto, false) => Self::Sendfile,
+            (chosen, _) => chosen,
+        }
+    }
 }
 
 /// What a peer serves and how.

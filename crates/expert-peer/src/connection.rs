@@ -18,7 +18,7 @@ use thiserror::Error;
 use tracing::{debug, warn};
 
 use crate::epoch::Epoch;
-use crate::net::{Wake, wait};
+use crate::net::{self, Wake, wait};
 use crate::peer::Shared;
 use crate::send::{SendError, Sender};
 use crate::stats::add;
@@ -87,7 +87,10 @@ pub(crate) fn serve(shared: &Shared, connection: &Connection) {
         sender: Sender::new(
             &connection.stream,
             limits.send_timeout,
-            shared.config.transfer,
+            shared
+                .config
+                .transfer
+                .resolve(connection.address, net::own_address(&connection.stream)),
         ),
         greeted: epoch.number,
         epoch,

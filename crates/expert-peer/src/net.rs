@@ -211,3 +211,11 @@ pub fn raise_open_files_limit() -> Option<u64> {
         Err(_) => limit.current,
     }
 }
+
+/// The address at which a connection reached this machine.
+pub(crate) fn own_address(stream: &impl AsFd) -> Option<SocketAddr> {
+    socket2::SockRef::from(stream)
+        .local_addr()
+        .ok()?
+        .as_socket()
+}

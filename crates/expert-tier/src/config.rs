@@ -67,7 +67,9 @@ impl Default for EngineConfig {
             read_bytes: 1 << 20,
             inflight_max_bytes: 4 << 30,
             backoff_first: Duration::from_millis(50),
-            backoff_max: Duration::from_secs(2),
+            // With its jitter well below the shortest deadline of a request, so that one made just
+            // after a peer came back does not end before the rail was tried again.
+            backoff_max: Duration::from_secs(1),
             retries: 1,
         }
     }

@@ -255,6 +255,7 @@ impl Pending<'_> {
                 Failure::Checksum(bad) => TierError::Checksum { key, bad },
                 Failure::WrongRecord(why) => TierError::WrongRecord { key, why },
                 Failure::Refused(why) => TierError::Refused { key, why },
+                Failure::Unavailable(why) => TierError::Unavailable { key, why },
                 Failure::ContentChanged => TierError::ContentChanged { key },
                 Failure::Deadline(why) => TierError::Deadline {
                     key,

@@ -116,6 +116,14 @@ pub enum TierError {
         /// Its words.
         why: String,
     },
+    /// The record's file cannot be read now, or the peer is overloaded.
+    #[error("{key} cannot be had now: {why}")]
+    Unavailable {
+        /// What was asked for.
+        key: Key,
+        /// Words of the peer or of the system.
+        why: String,
+    },
     /// The peer's store changed to other content while the request was under way.
     #[error("{key}: the peer serves other content now; fetch again")]
     ContentChanged {
@@ -169,6 +177,7 @@ impl TierError {
         match self {
             Self::Connect { .. }
             | Self::ContentChanged { .. }
+            | Self::Unavailable { .. }
             | Self::Deadline { .. }
             | Self::RailFailed { .. }
             | Self::Backpressure { .. } => true,

@@ -3,7 +3,9 @@
 
 use std::collections::HashMap;
 
-use super::recognise::{Form, Projection, is_adapter, is_weight, looks_like_expert, recognise};
+use super::recognise::{
+    Form, Projection, impossible_expert, is_adapter, is_weight, looks_like_expert, recognise,
+};
 use crate::Dtype;
 
 /// A tensor name with the expert's index left out.
@@ -110,6 +112,12 @@ impl Gathered {
             if is_adapter(name) {
                 self.adapters += 1;
             } else if looks_like_expert(name) {
+                if let Some(index) = impossible_expert(name) {
+                    return Err(format!(
+                        "tensor {name:?} has the expert index {index}; indices are plain numbers below {}",
+                        expert_wire::limits::EXPERTS_MAX
+                    ));
+                }
                 self.unknown += 1;
                 if self.unknown_name.as_deref().is_none_or(|n| name < n) {
                     self.unknown_name = Some(name.to_owned());

@@ -212,6 +212,13 @@ fn count_experts(
     }
     let most = counts.iter().map(|c| c.0).max().unwrap_or(0);
     if let Some((fewer, template)) = counts.iter().find(|c| c.0 != most) {
+        // Only where the model has zero experts may a weight have rows for them.
+        if input.zero_experts == 0 {
+            return Err(format!(
+                "{} holds {fewer} experts, other weights of its layer {most}; the checkpoint is damaged",
+                template.name
+            ));
+        }
         notes.add(
             "stacked weights of one layer hold different numbers of experts; those beyond the smaller lack that weight",
             || format!("{} has {fewer} of {most}", template.name),

@@ -130,6 +130,14 @@ pub(crate) fn looks_like_expert(name: &str) -> bool {
         && !KNOWN.iter().any(|k| name.contains(k))
 }
 
+/// The expert index of a name that no checkpoint of ours can hold: beyond the limit, or with a zero in front.
+pub(crate) fn impossible_expert(name: &str) -> Option<&str> {
+    let (_, rest) = name.split_once(".experts.")?;
+    let (digits, _) = rest.split_once('.')?;
+    let number = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
+    (number && expert_number(rest, 0).is_none()).then_some(digits)
+}
+
 /// What a tensor name means, `None` where it is not a routed expert's.
 ///
 /// Names that look alike (shared experts, routers, latent projections, adapters) are not experts.

@@ -151,8 +151,9 @@ fn merge(m: &Manifest, extra: &Extra) -> Result<Vec<u8>, serde_json::Error> {
     serde_json::to_vec_pretty(&value)
 }
 
-/// Checks that each record fits v1 and finds its leaves; they are the same for all layers.
-fn plan(source: &Store) -> Result<(Geometry, Vec<Leaves>), String> {
+/// Checks that each record fits v1 and finds the leaves of each class of each layer; classes may
+/// differ in which `input_scale` they have.
+fn plan(source: &Store) -> Result<(Geometry, Vec<Vec<Leaves>>), String> {
     if source.catalogue.stack == STACK {
         return Err("it is a v1 store already".into());
     }
@@ -177,16 +178,17 @@ fn plan(source: &Store) -> Result<(Geometry, Vec<Leaves>), String> {
                 layer.num_experts
             )));
         }
-        let [class] = layer.classes.as_slice() else {
-            return Err(at("its experts have different leaves".into()));
-        };
-        let (g, leaves) = find(class).map_err(at)?;
-        match geometry.get_or_insert(g) {
-            have if *have == g => all.push(leaves),
-            have => {
-                return Err(at(format!("{g:?}, the layers before have {have:?}")));
+        let mut of_layer = Vec::with_capacity(layer.classes.len());
+        for class in &layer.classes {
+            let (g, leaves) = find(class).map_err(at)?;
+            match geometry.get_or_insert(g) {
+                have if *have == g => of_layer.push(leaves),
+                have => {
+                    return Err(at(format!("{g:?}, the experts before have {have:?}")));
+                }
             }
         }
+        all.push(of_layer);
     }
     Ok((geometry.ok_or("no layers")?, all))
 }
@@ -282,7 +284,8 @@ struct Job<'a> {
     reader: Reader,
     geometry: Geometry,
     parts: [(u64, u64); 6],
-    leaves: Vec<Leaves>,
+    /// Per layer and class.
+    leaves: Vec<Vec<Leaves>>,
     files: &'a [OutFile],
     stride: u64,
 }
@@ -387,11 +390,12 @@ impl Job<'_> {
             self.source
                 .verify_record(Key::new(layer.layer, layer.experts[position]))?;
         }
+        let leaves = &self.leaves[index][layer.class_index(position)];
         record.fill(0);
         let header = self.header(layer, index, position)?;
         record[..RECORD_HEADER_BYTES].copy_from_slice(&header);
         for ((projection, is_scale), (offset, bytes)) in PARTS.into_iter().zip(self.parts) {
-            let leaf = &class.leaves[self.leaves[index].matrix[projection][usize::from(is_scale)]];
+            let leaf = &class.leaves[leaves.matrix[projection][usize::from(is_scale)]];
             raw.resize(bytes as usize, 0);
             self.reader
                 .read_image(layer, position, leaf.image_offset, raw)?;
@@ -411,7 +415,7 @@ impl Job<'_> {
         index: usize,
         position: usize,
     ) -> Result<[u8; RECORD_HEADER_BYTES], StoreError> {
-        let leaves = &self.leaves[index];
+        let leaves = &self.leaves[index][layer.class_index(position)];
         let class = layer.class(position);
         let scalar = |leaf: usize| {
             let mut bytes = [0; 4];

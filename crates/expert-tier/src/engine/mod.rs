@@ -59,6 +59,8 @@ struct Record {
     in_retry_queue: bool,
     landed_bytes: u64,
     attempts_failed: u32,
+    /// A rail went down with READs of it posted.
+    was_flushed: bool,
     verified: bool,
     /// Rails that READs of it were posted on, as bits.
     touched: u64,
@@ -189,6 +191,7 @@ impl Engine {
                 in_retry_queue: false,
                 landed_bytes: 0,
                 attempts_failed: 0,
+                was_flushed: false,
                 verified: order.verify,
                 touched: 0,
             });
@@ -389,7 +392,8 @@ impl Engine {
                 };
                 record.landed_bytes += bytes;
                 let done = record.landed_bytes == record.landing.image_bytes() as u64;
-                if record.touched & !(1 << rail.0) != 0 && record.attempts_failed > 0 {
+                let failed_before = record.was_flushed || record.attempts_failed > 0;
+                if record.touched & !(1 << rail.0) != 0 && failed_before {
                     self.counters.fallbacks += 1;
                 }
                 let request = record.request;
@@ -430,7 +434,7 @@ impl Engine {
         let failure = match error {
             ReadError::Flushed => {
                 // Not an attempt of its own: the rail failed, not the READ. The deadline bounds it.
-                record.attempts_failed = record.attempts_failed.max(1);
+                record.was_flushed = true;
                 None
             }
             ReadError::ContentChanged => None,
@@ -440,7 +444,7 @@ impl Engine {
             }
             ReadError::Unavailable(why) => {
                 record.attempts_failed += 1;
-                (record.attempts_failed > retries).then_some(Failure::Refused(why))
+                (record.attempts_failed > retries).then_some(Failure::Unavailable(why))
             }
             ReadError::WrongRecord(why) => Some(Failure::WrongRecord(why)),
             ReadError::Refused(why) => Some(Failure::Refused(why)),

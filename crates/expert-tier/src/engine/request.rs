@@ -37,6 +37,8 @@ pub enum Failure {
     WrongRecord(String),
     /// The peer refuses.
     Refused(String),
+    /// The peer cannot read its file, or is overloaded, again after repetition.
+    Unavailable(String),
     /// The content is not served any more.
     ContentChanged,
     /// Out of time; the state of the rails at that moment.
