@@ -237,7 +237,9 @@ SEG = r"(?:[A-Za-z_]\w*\.)*?"
 PRE = rf"^(?P<pre>{SEG})"
 SAFETENSORS_RULES = [
     ("A", re.compile(PRE + r"(?P<unit>layers|blocks|h|decoder_layer|mtp)\.(?P<layer>\d+)\.(?P<mid>" + SEG + r")experts\.(?P<expert>\d+)\."
-        r"(?P<proj>gate_proj|up_proj|down_proj|gate_up_proj|gate_and_up_proj|w1|w2|w3|fc1|fc2|fc3|gate|up|down)\.(?P<leaf>[A-Za-z_][\w.]*)$", re.A)),
+        r"(?P<proj>gate_proj|up_proj|down_proj|gate_up_proj|gate_and_up_proj|w1|w2|w3|fc1|fc2|fc3|gate|up|down)(?:\.(?P<leaf>.+))?$", re.A)),
+    # Whatever else lies below an expert belongs to it: role other, the leaf is all that follows the expert.
+    ("A_OTHER", re.compile(PRE + r"(?P<unit>layers|blocks|h|decoder_layer|mtp)\.(?P<layer>\d+)\.(?P<mid>" + SEG + r")experts\.(?P<expert>\d+)\.(?P<leaf>[^.]+(?:\..+)?)$", re.A)),
     ("B", re.compile(PRE + r"(?P<unit>layers|blocks)\.(?P<layer>\d+)\.(?P<mid>" + SEG + r")experts\."
         r"(?P<proj>gate_up_projs|gate_projs|up_projs|down_projs)\.(?P<expert>\d+)\.(?P<leaf>[A-Za-z_][\w.]*)$", re.A)),
     ("C", re.compile(PRE + r"(?P<unit>layers|blocks|h|mtp)\.(?P<layer>\d+)\.(?P<mid>" + SEG + r")(?P<module>experts|switch_mlp|experts\.switch_glu|experts\.mlp)\."
@@ -257,6 +259,7 @@ for _role, _names in {
     "gate": "gate_proj gate_projs w1 gate linear",
     "up": "up_proj up_projs w3 v1 up linear_v",
     "down": "down_proj down_projs w2 w2_weight down linear_1 output_linear",
+    "other": "other",
     "gate-up": "gate_up_proj gate_up_projs gate_and_up_proj gate_and_up_projs w13_weight input_linear gate_up",
 }.items():
     for _name in _names.split():
@@ -269,20 +272,22 @@ def recognise(name, container):
         if not m:
             continue
         g = m.groupdict()
-        leaf = g["leaf"]
+        leaf = g["leaf"] or ""
         if leaf[:1] in (".", "_") and rule == "C":
             leaf = leaf[1:]
         leaf = leaf or "weight"
-        if leaf.startswith("lora_"):
+        if ".lora_" in name:
             return None
         expert = g.get("expert")
         template = name
         if expert is not None:
+            if expert != str(int(expert)) or int(expert) >= MAX_EXPERTS:
+                raise Bad(f"{name}: expert index {expert}")
             a, b = m.span("expert")
             template = name[:a] + "{}" + name[b:]
             expert = int(expert)
         flattened = rule == "C" and g["module"] == "experts.mlp"
-        return dict(stack=g["pre"] + g["unit"], layer=int(g["layer"]), expert=expert, proj=g["proj"], leaf=leaf, template=template, flattened=flattened)
+        return dict(stack=g["pre"] + g["unit"], layer=int(g["layer"]), expert=expert, proj=g.get("proj") or "other", leaf=leaf, template=template, flattened=flattened)
     return None
 
 
@@ -408,7 +413,7 @@ def shown(stored):
 
 
 def class_id(leaves):
-    """leaves: (role, name, stacking, transform, dtype, shape) in canonical order."""
+    """leaves: (role, source name, stacking, transform, dtype, shape) in canonical order."""
     out = u32(len(leaves))
     for role, name, stacking, transform, dtype, shape in leaves:
         out += u8(ROLES.index(role)) + text(name) + u8(STACKINGS.index(stacking)) + u8(transform) + text(dtype)
@@ -491,7 +496,7 @@ def describe(stack, cls, layers, with_data=True, with_records=True):
         for expert in range(layer.num_experts):
             leaves, described, image, at = [], [], Image(), 0
             for s, dtype, shape, path, offset, n in layer.leaves(expert):
-                described.append((s.role, s.leaf, s.stacking, 0, dtype, shape))
+                described.append((s.role, s.template, s.stacking, 0, dtype, shape))
                 at += -at % ALIGN
                 leaves.append(dict(role=s.role, leaf=s.leaf, name=s.template, stacking=s.stacking, dtype=dtype, shape=shape,
                                    source_dim0=s.dim0, image_offset=at, bytes=n))

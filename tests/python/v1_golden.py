@@ -101,8 +101,9 @@ class V1:
 
     def describe(self):
         payload, files, checksums, ids = xxhash.xxh3_128(), [], b"", {True: [], False: []}
-        cid = oracle.class_id([("other", "v1-record", "per-expert", 0, "U8", [self.stride])])
         for layer in self.layers:
+            name = f"v1.layers.{layer.model_layer}.experts.{{}}"
+            cid = oracle.class_id([("other", name, "per-expert", 0, "U8", [self.stride])])
             sha, records = hashlib.sha256(), {True: [], False: []}
             for e in range(self.experts):
                 r = self.record(layer, e)

@@ -1,0 +1,204 @@
+//! A network between client and peer that can be cut, held up and led elsewhere.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+/// See the module. Clients connect to [`Proxy::addr`], which stays the same whatever happens behind it. Ends its
+/// threads when it is dropped.
+pub struct Proxy {
+    addr: SocketAddr,
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    upstream: SocketAddr,
+    /// Bytes from the peer that may still pass; `None` for any number.
+    allowance: Option<u64>,
+    /// Bytes from the peer that passed.
+    passed: u64,
+    stop: bool,
+    /// Both ends of every connection; the number tells cut ones from later ones.
+    streams: Vec<TcpStream>,
+    cuts: u64,
+}
+
+impl Proxy {
+    /// Leads to `upstream`.
+    pub fn start(upstream: SocketAddr) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let addr = listener.local_addr().expect("its address");
+        let shared = Arc::new(Shared {
+            state: Mutex::new(State {
+                upstream,
+                allowance: None,
+                passed: 0,
+                stop: false,
+                streams: Vec::new(),
+                cuts: 0,
+            }),
+            changed: Condvar::new(),
+        });
+        let thread = std::thread::spawn({
+            let shared = shared.clone();
+            move || shared.accept(&listener)
+        });
+        Self {
+            addr,
+            shared,
+            thread: Some(thread),
+        }
+    }
+
+    /// Where it listens.
+    pub fn addr(&self) -> String {
+        self.addr.to_string()
+    }
+
+    /// Leads connections that are made from now on elsewhere.
+    pub fn lead_to(&self, upstream: SocketAddr) {
+        self.shared.lock().upstream = upstream;
+    }
+
+    /// Lets so many bytes from the peer pass, over all connections, and holds the rest back.
+    pub fn hold_after(&self, bytes: u64) {
+        self.shared.lock().allowance = Some(bytes);
+    }
+
+    /// Lets everything pass again, what was held back first.
+    pub fn resume(&self) {
+        self.shared.lock().allowance = None;
+        self.shared.changed.notify_all();
+    }
+
+    /// Ends every connection; what was held back is lost.
+    pub fn cut(&self) {
+        let mut state = self.shared.lock();
+        state.cut();
+        drop(state);
+        self.shared.changed.notify_all();
+    }
+
+    /// Whether bytes from the peer are being held back, all allowed ones having passed.
+    pub fn is_holding(&self) -> bool {
+        self.shared.lock().allowance == Some(0)
+    }
+
+    /// Bytes from the peer that passed.
+    pub fn passed_bytes(&self) -> u64 {
+        self.shared.lock().passed
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        let mut state = self.shared.lock();
+        state.stop = true;
+        state.cut();
+        drop(state);
+        self.shared.changed.notify_all();
+        // Wakes the acceptor.
+        let _ = TcpStream::connect(self.addr);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl State {
+    fn cut(&mut self) {
+        self.cuts += 1;
+        for stream in self.streams.drain(..) {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn accept(&self, listener: &TcpListener) {
+        std::thread::scope(|scope| {
+            for client in listener.incoming() {
+                let Ok(client) = client else { continue };
+                let upstream = {
+                    let state = self.lock();
+                    if state.stop {
+                        break;
+                    }
+                    state.upstream
+                };
+                // Without a peer the client is hung up on, as by a peer that ends.
+                let Ok(peer) = TcpStream::connect(upstream) else {
+                    continue;
+                };
+                let ends = [&client, &client, &peer, &peer].map(|end| {
+                    let _ = end.set_nodelay(true);
+                    end.try_clone().expect("a descriptor")
+                });
+                let [client_out, client_kept, peer_out, peer_kept] = ends;
+                let cuts = {
+                    let mut state = self.lock();
+                    state.streams.extend([client_kept, peer_kept]);
+                    state.cuts
+                };
+                scope.spawn(move || self.pump(client, peer_out, None));
+                scope.spawn(move || self.pump(peer, client_out, Some(cuts)));
+            }
+        });
+    }
+
+    /// Copies one direction; the one from the peer is subject to the allowance.
+    fn pump(&self, mut from: TcpStream, mut to: TcpStream, gated: Option<u64>) {
+        let mut buffer = vec![0; 64 << 10];
+        'copy: while let Ok(count @ 1..) = from.read(&mut buffer) {
+            let mut at = 0;
+            while at < count {
+                let piece = match gated {
+                    Some(cuts) => match self.take(count - at, cuts) {
+                        Some(piece) => piece,
+                        None => break 'copy,
+                    },
+                    None => count - at,
+                };
+                if to.write_all(&buffer[at..at + piece]).is_err() {
+                    break 'copy;
+                }
+                at += piece;
+            }
+        }
+        let _ = from.shutdown(Shutdown::Both);
+        let _ = to.shutdown(Shutdown::Both);
+    }
+
+    /// Waits until bytes may pass and says how many; `None` when the connection was cut meanwhile.
+    fn take(&self, want: usize, cuts: u64) -> Option<usize> {
+        let mut state = self.lock();
+        loop {
+            if state.cuts != cuts {
+                return None;
+            }
+            let take = state.allowance.unwrap_or(u64::MAX).min(want as u64);
+            if take > 0 {
+                if let Some(left) = &mut state.allowance {
+                    *left -= take;
+                }
+                state.passed += take;
+                return Some(take as usize);
+            }
+            state = self
+                .changed
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
