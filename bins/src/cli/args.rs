@@ -15,7 +15,7 @@ use super::{bar, output, signals};
 /// How to work and how to report.
 #[derive(Debug, Clone, Args)]
 pub struct RunArgs {
-    /// Threads that read and hash; default: one per CPU
+    /// Threads that read and hash; default: one per CPU, at most 8
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
     /// Print JSON, for programs

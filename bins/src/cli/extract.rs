@@ -122,11 +122,10 @@ fn write_file(
         .file_name()
         .ok_or_else(|| UsageError(format!("{} is not the name of a file", path.display())))?;
     if !args.replace && fs::symlink_metadata(path).is_ok() {
-        let text = format!(
+        anyhow::bail!(
             "{} exists already; choose another name, or --replace",
             path.display()
         );
-        return Err(UsageError(text).into());
     }
     let temporary = path.with_file_name(format!(
         ".{}.tmp-{}",

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
 
 /// The flag that the first SIGINT or SIGTERM sets. A second signal of the same process ends it at
 /// once, for the case that the work hangs in the operating system.
@@ -16,6 +16,8 @@ pub fn cancel_flag() -> io::Result<Arc<AtomicBool>> {
         return Ok(Arc::clone(flag));
     }
     let flag = Arc::new(AtomicBool::new(false));
+    // A file size limit then shows as an error of the write, which cleans up, and not as a death.
+    signal_hook::flag::register(SIGXFSZ, Arc::default())?;
     for signal in [SIGINT, SIGTERM] {
         // In this order: the second handler arms the first one.
         signal_hook::flag::register_conditional_shutdown(signal, 1, Arc::clone(&flag))?;

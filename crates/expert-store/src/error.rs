@@ -106,6 +106,14 @@ pub enum StoreError {
         /// What the system said.
         why: String,
     },
+    /// The output is there already.
+    #[error("{path} {why}", path = path.display())]
+    OutputExists {
+        /// The output asked for.
+        path: PathBuf,
+        /// What it is and what to do.
+        why: String,
+    },
     /// A selection or an option that makes no sense for this input.
     #[error("{0}")]
     Usage(String),

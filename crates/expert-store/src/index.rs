@@ -44,7 +44,7 @@ impl Default for IndexOptions {
 /// blocks are handed on in order of key, so both see each byte while it is in memory, and memory
 /// stays below 4 MiB per thread whatever the size of a record.
 ///
-/// *Errors*: as [`Store::open`]; [`StoreError::Usage`] where `out` exists (see
+/// *Errors*: as [`Store::open`]; [`StoreError::OutputExists`] where `out` exists (see
 /// [`BuildOptions::replace`]); [`StoreError::SourceChanged`] where the checkpoint changed meanwhile;
 /// [`StoreError::Interrupted`]. Nothing is left behind then.
 pub fn index(checkpoint: &Path, out: &Path, options: &IndexOptions) -> Result<Report, StoreError> {

@@ -24,7 +24,7 @@ const HEADER_PAGE_BYTES: u64 = 4096;
 ///
 /// *Errors*: [`StoreError::Full`] before anything is copied where the disk is too small;
 /// [`StoreError::Checksum`]; [`StoreError::SourceChanged`]; [`StoreError::Interrupted`];
-/// [`StoreError::Usage`] where `out` exists, or for a v1 source. Nothing is left behind then.
+/// [`StoreError::OutputExists`] where `out` exists, or for a v1 source. Nothing is left behind then.
 pub fn pack(source: &Store, out: &Path, options: &BuildOptions) -> Result<Report, StoreError> {
     if source.catalogue.container == Container::V1 {
         return Err(StoreError::Usage(format!(

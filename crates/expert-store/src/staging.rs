@@ -30,10 +30,17 @@ fn is_store_file(name: &str) -> bool {
         || name.ends_with(".xpr")
 }
 
+fn exists(path: PathBuf, why: &str) -> StoreError {
+    StoreError::OutputExists {
+        path,
+        why: why.to_owned(),
+    }
+}
+
 impl Staging {
     /// Starts to build what will be the directory `out`.
     ///
-    /// *Errors*: [`StoreError::Usage`] where `out` exists and `replace` is false, or where it holds
+    /// *Errors*: [`StoreError::OutputExists`] where `out` exists and `replace` is false, or where it holds
     /// anything that is not a store's.
     pub(crate) fn directory(out: &Path, replace: bool) -> Result<Self, StoreError> {
         let out = absolute(out)?;
@@ -42,17 +49,14 @@ impl Staging {
             Err(e) if e.kind() == io::ErrorKind::NotFound => {}
             Err(e) => return Err(StoreError::io("reading the state of", &out)(e)),
             Ok(_) if !replace => {
-                return Err(StoreError::Usage(format!(
-                    "{} exists already; choose another name, or --replace to put a new generation in its place",
-                    out.display()
-                )));
+                return Err(exists(
+                    out,
+                    "exists already; choose another name (pack and index can put a new generation in a store's place: --replace)",
+                ));
             }
             Ok(m) if m.is_dir() => old_generation = old_store(&out)?,
             Ok(_) => {
-                return Err(StoreError::Usage(format!(
-                    "{} is not a directory and will not be replaced",
-                    out.display()
-                )));
+                return Err(exists(out, "is not a directory and will not be replaced"));
             }
         }
         Self::start(out, replace, old_generation)
@@ -62,10 +66,7 @@ impl Staging {
     pub(crate) fn file(out: &Path) -> Result<Self, StoreError> {
         let out = absolute(out)?;
         if fs::symlink_metadata(&out).is_ok() {
-            return Err(StoreError::Usage(format!(
-                "{} exists already; choose another name",
-                out.display()
-            )));
+            return Err(exists(out, "exists already; choose another name"));
         }
         Self::start(out, false, 0)
     }
@@ -186,20 +187,20 @@ fn old_store(out: &Path) -> Result<u64, StoreError> {
         empty = false;
         let name = entry.file_name();
         if !name.to_str().is_some_and(is_store_file) {
-            return Err(StoreError::Usage(format!(
-                "{} holds {name:?}, which is not a store's; it will not be replaced",
-                out.display()
-            )));
+            return Err(exists(
+                out.to_owned(),
+                &format!("holds {name:?}, which is not a store's; it will not be replaced"),
+            ));
         }
     }
     if empty {
         return Ok(0);
     }
     manifest::generation_of(out).ok_or_else(|| {
-        StoreError::Usage(format!(
-            "{} has no readable manifest.json, so it will not be replaced; remove it yourself",
-            out.display()
-        ))
+        exists(
+            out.to_owned(),
+            "has no readable manifest.json, so it will not be replaced; remove it yourself",
+        )
     })
 }
 

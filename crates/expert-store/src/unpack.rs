@@ -69,7 +69,7 @@ struct Plan {
 /// in `.safetensors`) or, where the checkpoint was GGUF, as GGUF version 3 (`out` a directory or
 /// `.gguf`). Nothing is converted. Checksums are verified on the way where there are some.
 ///
-/// *Errors*: [`StoreError::Usage`] for a v1 store, for an existing `out` and for a partial store
+/// *Errors*: [`StoreError::OutputExists`]; [`StoreError::Usage`] for a v1 store and for a partial store
 /// whose tensors hold all experts (names those that are missing); [`StoreError::Full`];
 /// [`StoreError::Checksum`]; [`StoreError::Interrupted`]. Nothing is left behind then.
 pub fn unpack(

@@ -26,12 +26,15 @@ use crate::{Key, Store, StoreError};
 pub(crate) const BLOCK_BYTES: u64 = 4 * CHUNK_BYTES;
 /// Blocks that may be in memory for each worker.
 const BUFFERS_PER_WORKER: usize = 4;
+/// Threads where nobody asks for a number: eight hash faster than any disk reads, and more would
+/// reserve address space by the gigabyte where that is limited.
+const WORKERS_DEFAULT_MAX: usize = 8;
 const WORKERS_MAX: usize = 48;
 
 /// How work on many records is done.
 #[derive(Clone, Default)]
 pub struct WorkOptions {
-    /// Threads; 0 takes the machine's number.
+    /// Threads; 0 takes one per CPU, at most 8.
     pub threads: usize,
     /// Who is told how far it is.
     pub progress: Option<Arc<dyn Progress>>,
@@ -51,7 +54,9 @@ impl std::fmt::Debug for WorkOptions {
 impl WorkOptions {
     pub(crate) fn workers(&self) -> usize {
         match self.threads {
-            0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
+            0 => {
+                std::thread::available_parallelism().map_or(1, |n| n.get().min(WORKERS_DEFAULT_MAX))
+            }
             n => n,
         }
         .min(WORKERS_MAX)
