@@ -1,6 +1,9 @@
 # `make demo` shows the main job on real input, `make test` proves the parts, `make check` is the
 # gate for style. Each prepares what it needs with scripts/bootstrap, a no-op after the first time.
 
+# rustup's default place; a login shell has it already.
+export PATH := $(PATH):$(HOME)/.cargo/bin
+
 CARGO ?= cargo
 # `make LOCKED= test` lets cargo update Cargo.lock.
 LOCKED ?= --locked

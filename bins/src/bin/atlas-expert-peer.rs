@@ -25,13 +25,6 @@ use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 
-/// Serves the expert weights of a Mixture-of-Experts model to model servers on the same network.
-///
-/// PATH is a store, a checkpoint folder with safetensors files, a GGUF file (of a split one: its first part), or a v1
-/// store. Nothing is copied: records are sent from the files where they lie.
-///
-/// Clients verify what they get against checksums. A store carries them; for a bare checkpoint they are computed at the
-/// start, which reads all of it once (`atlas-expert index` keeps them for the next time).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum TransferArg {
     /// `copy` to clients on this machine, `sendfile` to others
@@ -52,6 +45,13 @@ impl From<TransferArg> for Transfer {
     }
 }
 
+/// Serves the expert weights of a Mixture-of-Experts model to model servers on the same network.
+///
+/// PATH is a store, a checkpoint folder with safetensors files, a GGUF file (of a split one: its first part), or a v1
+/// store. Nothing is copied: records are sent from the files where they lie.
+///
+/// Clients verify what they get against checksums. A store carries them; for a bare checkpoint they are computed at the
+/// start, which reads all of it once (`atlas-expert index` keeps them for the next time).
 #[derive(Debug, Parser)]
 #[command(name = "atlas-expert-peer", version, max_term_width = 110, after_help = AFTER_HELP)]
 struct Args {

@@ -121,11 +121,18 @@ fn write_file(
     let name = path
         .file_name()
         .ok_or_else(|| UsageError(format!("{} is not the name of a file", path.display())))?;
-    if !args.replace && fs::symlink_metadata(path).is_ok() {
-        anyhow::bail!(
+    let there = || {
+        anyhow::anyhow!(
             "{} exists already; choose another name, or --replace",
             path.display()
-        );
+        )
+    };
+    match fs::symlink_metadata(path) {
+        Ok(_) if !args.replace => return Err(there()),
+        Ok(m) if !m.is_file() => {
+            anyhow::bail!("{} is no regular file and is not replaced", path.display());
+        }
+        _ => {}
     }
     let temporary = path.with_file_name(format!(
         ".{}.tmp-{}",
@@ -137,9 +144,19 @@ fn write_file(
             .with_context(|| format!("creating {}", temporary.display()))?;
         let mut out = Cancellable(BufWriter::with_capacity(1 << 20, file), cancel);
         let bytes = extract::extract(store, key, &mut out)?;
-        out.flush()
-            .and_then(|()| fs::rename(&temporary, path))
-            .with_context(|| format!("writing {}", path.display()))?;
+        let failed = || format!("writing {}", path.display());
+        out.flush().with_context(failed)?;
+        out.0.get_ref().sync_all().with_context(failed)?;
+        if args.replace {
+            fs::rename(&temporary, path).with_context(failed)?;
+        } else {
+            // A link, unlike a rename, never takes the place of what appeared meanwhile.
+            match fs::hard_link(&temporary, path) {
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(there()),
+                linked => linked.with_context(failed)?,
+            }
+            fs::remove_file(&temporary).with_context(failed)?;
+        }
         Ok(bytes)
     };
     write().inspect_err(|_| {

@@ -5,7 +5,7 @@ mod report;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -14,10 +14,11 @@ use expert_arena::{ArenaBuilder, ExpertArena, SlotId};
 use expert_store::digest::PayloadDigest;
 use expert_store::info::{StoreInfo, hex128, parse_hex128};
 use expert_store::progress::Progress;
+use expert_store::select::Selection;
 use expert_store::{Key, OpenOptions, Store};
 use expert_tier::{
-    Deadline, EngineConfig, ExpertTier, OnFailure, Pending, Policy, TierBuilder, Verify, env,
-    largest_image_bytes,
+    Deadline, EngineConfig, ExpertTier, OnFailure, Pending, Policy, TierBuilder, TierError, Verify,
+    env, largest_image_bytes,
 };
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -40,6 +41,9 @@ pub struct Args {
     /// Peer to fetch from; default: ATLAS_EXPERT_PEER
     #[arg(long, value_name = "HOST:PORT")]
     expert_peer: Option<String>,
+    /// Keep trying for so long where no peer listens yet, seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=86_400))]
+    wait: u32,
     /// Store or checkpoint to read (posix)
     #[arg(long, value_name = "PATH")]
     store: Option<PathBuf>,
@@ -62,7 +66,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     streams: u32,
     /// Fetch N records drawn at random instead of all in order
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=10_000_000))]
     random: Option<u64>,
     /// Seed of the draw
     #[arg(long, value_name = "S", default_value_t = 0, requires = "random")]
@@ -103,6 +107,17 @@ pub struct Args {
     /// No progress bar
     #[arg(short, long)]
     quiet: bool,
+}
+
+impl Args {
+    fn selection(&self) -> anyhow::Result<Selection> {
+        SelectArgs {
+            layers: self.layers.clone(),
+            experts: self.experts.clone(),
+            shard: None,
+        }
+        .selection()
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -197,7 +212,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
                 .store
                 .as_ref()
                 .ok_or_else(|| UsageError("--expert-backend posix needs --store PATH".into()))?;
-            let store = Arc::new(open_store(args, path)?);
+            let store = Arc::new(open_store(args, path, expect.is_some())?);
             let keys = select_keys(args, store.info())?;
             let arena = make_arena(args, store.info())?;
             (Box::new(builder.open_posix(store, arena)?), keys)
@@ -212,7 +227,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
                     )
                 })?,
             };
-            let info = builder.describe(&addr)?;
+            let info = describe(args, &builder, &addr, &cancel)?;
             let keys = select_keys(args, &info)?;
             let arena = make_arena(args, &info)?;
             (Box::new(builder.connect(&addr, arena)?), keys)
@@ -235,11 +250,34 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(u8::from(report.failed > 0)))
 }
 
-fn open_store(args: &Args, path: &std::path::Path) -> anyhow::Result<Store> {
+/// Asks the peer what it serves; with `--wait`, again until it answers.
+fn describe(
+    args: &Args,
+    builder: &TierBuilder,
+    addr: &str,
+    cancel: &AtomicBool,
+) -> anyhow::Result<StoreInfo> {
+    let limit = Instant::now() + Duration::from_secs(args.wait.into());
+    loop {
+        match builder.describe(addr) {
+            Err(TierError::Connect { .. }) if Instant::now() < limit => {
+                anyhow::ensure!(!cancel.load(Ordering::Relaxed), "interrupted");
+                std::thread::sleep(Duration::from_millis(200));
+            }
+            other => return Ok(other?),
+        }
+    }
+}
+
+/// Opens a store on this machine. Of a bare checkpoint only what is selected is hashed, unless the
+/// content id of the whole is asked for.
+fn open_store(args: &Args, path: &std::path::Path, whole: bool) -> anyhow::Result<Store> {
+    let selection = args.selection()?;
     let store = Store::open(
         path,
         &OpenOptions {
             stack: args.stack.clone(),
+            selection: (!whole && !selection.is_all()).then_some(selection),
             checksums: args.verify != VerifyArg::Off,
             progress: bar::progress(args.quiet || args.json),
             cancel: Some(signals::cancel_flag()?),
@@ -265,12 +303,7 @@ fn make_arena(args: &Args, info: &StoreInfo) -> anyhow::Result<Arc<ExpertArena>>
 
 /// The keys to fetch, in order of layer and expert, or drawn at random.
 fn select_keys(args: &Args, info: &StoreInfo) -> anyhow::Result<Vec<Key>> {
-    let selection = SelectArgs {
-        layers: args.layers.clone(),
-        experts: args.experts.clone(),
-        shard: None,
-    }
-    .selection()?;
+    let selection = args.selection()?;
     let wanted = |ranges: &Option<Vec<std::ops::Range<u32>>>, n: u32| {
         ranges
             .as_ref()
@@ -282,6 +315,22 @@ fn select_keys(args: &Args, info: &StoreInfo) -> anyhow::Result<Vec<Key>> {
         .iter()
         .filter(|l| wanted(&selection.layers, l.layer))
     {
+        let held = |e| {
+            layer
+                .experts
+                .iter()
+                .any(|&[first, end]| (first..end).contains(&e))
+        };
+        if let Some(e) = (0..layer.num_experts)
+            .find(|&e| selection.experts.is_some() && wanted(&selection.experts, e) && !held(e))
+        {
+            return Err(UsageError(format!(
+                "--experts: expert {e} of layer {} is not in this store, which holds {}",
+                layer.layer,
+                output::ranges_text(&layer.experts)
+            ))
+            .into());
+        }
         for &[first, end] in &layer.experts {
             keys.extend(
                 (first..end)
@@ -356,7 +405,7 @@ impl<'a> Fetch<'a> {
         }
     }
 
-    fn run(&mut self, keys: &[Key], cancel: &std::sync::atomic::AtomicBool) -> anyhow::Result<()> {
+    fn run(&mut self, keys: &[Key], cancel: &AtomicBool) -> anyhow::Result<()> {
         if let Some(progress) = &self.progress {
             let mean = largest_image_bytes(&self.tier.info());
             progress.start(
@@ -387,7 +436,7 @@ impl<'a> Fetch<'a> {
         Ok(())
     }
 
-    fn pass(&mut self, keys: &[Key], cancel: &std::sync::atomic::AtomicBool) -> anyhow::Result<()> {
+    fn pass(&mut self, keys: &[Key], cancel: &AtomicBool) -> anyhow::Result<()> {
         let tier = self.tier;
         let mut under_way = std::collections::VecDeque::new();
         let mut batches = keys.chunks(self.args.batch as usize).enumerate();
@@ -496,10 +545,10 @@ impl<'a> Fetch<'a> {
     }
 }
 
-fn is_slot_busy(error: &expert_tier::TierError) -> bool {
+fn is_slot_busy(error: &TierError) -> bool {
     matches!(
         error,
-        expert_tier::TierError::Arena(expert_arena::ArenaError::SlotBusy { .. })
+        TierError::Arena(expert_arena::ArenaError::SlotBusy { .. })
     )
 }
 

@@ -76,11 +76,11 @@ pub(super) fn text(report: &Report, arena: &ExpertArena) -> String {
         ),
         ("arena", arena.report().to_string().replace('\n', "; ")),
         ("content id", report.content_id.clone().unwrap_or_else(none)),
-        (
-            "payload-digest",
-            report.payload_digest.clone().unwrap_or_else(none),
-        ),
     ]);
+    if let Some(digest) = &report.payload_digest {
+        // Not aligned: scripts look for this line.
+        out.push_str(&format!("payload-digest: {digest}\n"));
+    }
     let rows: Vec<Vec<String>> = report
         .rails
         .iter()
