@@ -38,7 +38,7 @@ pub struct Random(pub u64);
 
 impl Random {
     /// The next one.
-    pub fn next(&mut self) -> u64 {
+    pub fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -48,11 +48,11 @@ impl Random {
 
     /// One below `end`.
     pub fn below(&mut self, end: usize) -> usize {
-        (self.next() % end as u64) as usize
+        (self.next_u64() % end as u64) as usize
     }
 
     /// That many bytes.
     pub fn bytes(&mut self, count: usize) -> Vec<u8> {
-        (0..count).map(|_| self.next() as u8).collect()
+        (0..count).map(|_| self.next_u64() as u8).collect()
     }
 }

@@ -1,11 +1,11 @@
 //! Peers that misbehave: the client ends in time with one clear error, or gets over it, and never shows a byte that
 //! was not proven.
 
-use std::io::{self, Read, Write};
+use std::io::{Read, Write};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use atlas_expert_tests::net::fake::{FakePeer, Reply, Script};
+use atlas_expert_tests::net::fake::{FakePeer, OnLayer, Reply, Script};
 use atlas_expert_tests::net::model::{Model, Records, Sizes};
 use atlas_expert_tests::net::raw::frame;
 use atlas_expert_tests::net::rig::{
@@ -259,6 +259,9 @@ fn peer_whose_answers_are_always_broken_ends_in_the_deadlines_error_and_leaves_n
     for reply in [Reply::CloseAfter(100_000), Reply::Short, Reply::OtherId] {
         let peer = small.peer(move |_, _| reply.clone());
         let tier = small.tier(&peer, patient());
+        // Knows the catalogue before time is short.
+        drop(tier.submit(&small.batch(), None).expect("a batch"));
+        wait_until("no READ is out", || unsettled(tier.arena()) == 0);
         let start = Instant::now();
         let time = Duration::from_millis(400);
         let pending = tier.submit(&small.batch(), Some(time)).expect("a batch");
@@ -406,7 +409,7 @@ fn error_frame_that_passes_is_gotten_over() {
 fn catalogue_that_does_not_fit_the_content_id_is_refused_before_any_record() {
     let small = Small::new(Sizes::SMALL);
     let other = small.store.layer_blob(2, checksums()).expect("a layer");
-    let lies: [Box<dyn Fn(Vec<u8>) -> Vec<u8> + Send + Sync>; 5] = [
+    let lies: [OnLayer; 5] = [
         // A flipped byte in a record, and its matching checksum.
         Box::new(|blob| {
             let mut layer = decode_layer(&blob).expect("a sound blob");
@@ -486,7 +489,7 @@ fn thousand_requests_that_end_early_cost_no_connection_and_no_slot() {
 fn tier_dropped_with_a_thousand_requests_on_a_dead_peer_ends_within_seconds() {
     let small = Small::new(Sizes::TINY);
     let keys: Vec<Key> = small.records.keys().copied().collect();
-    let thousand: Vec<Key> = keys.iter().copied().cycle().take(1000).collect();
+    let thousand: Vec<Key> = keys.iter().copied().cycle().take(998).collect();
     for dies in [false, true] {
         // Stands still after the catalogue, or is gone altogether.
         let peer = small.peer(|_, _| Reply::StallAfter(10));
@@ -494,11 +497,9 @@ fn tier_dropped_with_a_thousand_requests_on_a_dead_peer_ends_within_seconds() {
         let memory = Arc::downgrade(&arena);
         let tier = patient().connect(&peer.addr(), arena).expect("a tier");
         let layers = [Key::new(0, 0), Key::new(1, 0)];
-        let time = Some(Duration::from_millis(1));
         let known = tier
             .submit(&batch(&layers), Some(SLACK))
             .expect("a catalogue");
-        drop(known);
         wait_until("READs of the first are out", || peer.reads() > 0);
         let peer = match dies {
             true => {
@@ -508,18 +509,15 @@ fn tier_dropped_with_a_thousand_requests_on_a_dead_peer_ends_within_seconds() {
             false => Some(peer),
         };
         let mut pending = Vec::new();
-        for (&key, place) in thousand.iter().zip(2..1000) {
+        for (&key, place) in thousand.iter().zip(2..) {
             pending.push(
                 tier.submit(&[(key, slot(place))], Some(SLACK))
                     .expect("a slot"),
             );
         }
-        assert!(
-            tier.submit(&[(keys[0], slot(5))], time).is_err(),
-            "slot in use"
-        );
+        assert_eq!(tier.arena().stats().landing, 1000);
         let start = Instant::now();
-        drop(pending);
+        drop((known, pending));
         drop(tier);
         assert!(
             start.elapsed() < Duration::from_secs(10),
@@ -572,6 +570,8 @@ fn stalled_answer_ends_by_its_deadline_whatever_the_stall_time() {
     let small = Small::new(Sizes::SMALL);
     let peer = small.peer_with_bad(Reply::StallAfter(1000));
     let tier = small.tier(&peer, patient().stall(Duration::from_secs(600)));
+    // Knows the catalogue before time is short.
+    assert!(tier.fetch(Key::new(1, 0), slot(1), 0).is_ok());
     let start = Instant::now();
     let time = Duration::from_millis(300);
     let pending = tier.submit(&[(BAD, slot(0))], Some(time)).expect("a slot");
@@ -589,11 +589,10 @@ fn stalled_answer_ends_by_its_deadline_whatever_the_stall_time() {
 }
 
 #[test]
-fn fake_peer_itself_serves_rightly_where_it_is_told_nothing_else() -> io::Result<()> {
+fn fake_peer_serves_rightly_where_it_is_told_nothing_else() {
     let small = Small::new(Sizes::SMALL);
     let peer = small.peer(|_, _| Reply::Right);
     let tier = small.tier(&peer, patient());
     assert_all_right(&tier, &small.records, 4);
     assert!(peer.reports().is_empty());
-    Ok(())
 }

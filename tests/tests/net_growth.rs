@@ -23,7 +23,9 @@ fn two_hundred_clients_that_come_and_go_leave_no_thread_and_no_descriptor() {
     let addr = peer.local_addr().to_string();
     let cycle = |n: u32| {
         let builder = patient().streams(1 + n % 3);
-        let tier = builder.connect(&addr, arena_for(&records, 2)).expect("a tier");
+        let tier = builder
+            .connect(&addr, arena_for(&records, 2))
+            .expect("a tier");
         let key = Key::new(n % 2, n % 16);
         // One fetched, one given up on the way.
         let record = tier.fetch(key, slot(0), 0).expect("a record");
@@ -31,7 +33,9 @@ fn two_hundred_clients_that_come_and_go_leave_no_thread_and_no_descriptor() {
         drop(tier.submit(&[(key, slot(1))], None).expect("a slot"));
     };
     (0..3).for_each(cycle);
-    wait_until("all connections ended", || peer.stats().connections_active == 0);
+    wait_until("all connections ended", || {
+        peer.stats().connections_active == 0
+    });
     let (threads, descriptors) = (count("task"), count("fd"));
     (0..200).for_each(cycle);
     wait_until("threads ended and descriptors closed", || {

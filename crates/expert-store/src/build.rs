@@ -191,9 +191,9 @@ pub(crate) fn commit(
     work.check_cancel()?;
     manifest::write_file(staging.dir(), MANIFEST, std::iter::once(text))?;
     let generation = staging.generation();
-    let path = staging.commit()?;
+    let done = staging.commit()?;
     Ok(Report {
-        path,
+        path: done.path,
         records: catalogue.record_count(),
         image_bytes: catalogue.image_bytes(),
         store_bytes,
@@ -201,6 +201,6 @@ pub(crate) fn commit(
         content_id,
         layout_id,
         payload_digest,
-        warnings: source.warnings().to_vec(),
+        warnings: [source.warnings(), &done.warnings].concat(),
     })
 }

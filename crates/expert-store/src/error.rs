@@ -46,13 +46,36 @@ pub enum StoreError {
         /// What is wrong and what to do.
         why: String,
     },
-    /// A source file is not the one that was indexed.
+    /// A checkpoint's file is not the one that an in-place store was made of.
     #[error("{path} changed since it was indexed ({why}); run `atlas-expert index` again", path = path.display())]
     SourceChanged {
         /// The file.
         path: PathBuf,
         /// Which of size and times differ.
         why: String,
+    },
+    /// A file changed since it was opened, so what was read of it may not fit together.
+    #[error("{path} changed while it was in use ({why}); start again when nothing writes to it", path = path.display())]
+    ChangedInUse {
+        /// The file, a checkpoint's or a store's.
+        path: PathBuf,
+        /// What differs.
+        why: String,
+    },
+    /// More files must be open at once than the process may have.
+    #[error(
+        "{path}: {count} files to open at once make {need} with those of the process, the limit is {limit}; raise it with `ulimit -n {need}` or LimitNOFILE={need}",
+        path = path.display()
+    )]
+    OpenFiles {
+        /// The checkpoint or store.
+        path: PathBuf,
+        /// Files to be opened now.
+        count: usize,
+        /// Limit that would do.
+        need: u64,
+        /// The hard limit.
+        limit: u64,
     },
     /// Bytes whose checksum does not fit the catalogue.
     #[error("{key} chunk {chunk}: checksum {got:016x}, the catalogue says {want:016x}")]

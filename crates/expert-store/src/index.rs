@@ -45,7 +45,7 @@ impl Default for IndexOptions {
 /// stays below 4 MiB per thread whatever the size of a record.
 ///
 /// *Errors*: as [`Store::open`]; [`StoreError::OutputExists`] where `out` exists (see
-/// [`BuildOptions::replace`]); [`StoreError::SourceChanged`] where the checkpoint changed meanwhile;
+/// [`BuildOptions::replace`]); [`StoreError::ChangedInUse`] where the checkpoint changed meanwhile;
 /// [`StoreError::Interrupted`]. Nothing is left behind then.
 pub fn index(checkpoint: &Path, out: &Path, options: &IndexOptions) -> Result<Report, StoreError> {
     let staging = Staging::directory(out, options.build.replace)?;

@@ -7,6 +7,7 @@ use crate::checkpoint::{self, Checkpoint, Stack};
 use crate::codec;
 use crate::info::{StoreKind, hex128, parse_hex128};
 use crate::manifest::{self, CATALOGUE, CHECKSUMS, Found, Manifest};
+use crate::open_files::make_room;
 use crate::packed;
 use crate::stamp::FileStamp;
 use crate::store::{OpenOptions, Parts, Store, StoreFile};
@@ -47,13 +48,15 @@ fn open_checkpoint(path: &Path, options: &OpenOptions) -> Result<Store, StoreErr
     }
     let used = keep_used_files(&mut catalogue, checkpoint.files.len())
         .map_err(|why| StoreError::checkpoint(path, why))?;
+    // Readers open them once more.
+    make_room(path, 2 * used.len())?;
     let mut files = Vec::new();
     let mut names = Vec::new();
     for i in used {
         let source = &checkpoint.files[i];
         let file = StoreFile::open(checkpoint.root.join(&source.name))?;
-        if let Some(why) = source.stamp.content_change(&file.stamp) {
-            return Err(StoreError::SourceChanged {
+        if let Some(why) = source.stamp.change(&file.stamp) {
+            return Err(StoreError::ChangedInUse {
                 path: file.path,
                 why,
             });
@@ -483,6 +486,7 @@ fn open_sources(
         }
     };
     let root = std::path::absolute(&root).map_err(StoreError::io("resolving", &root))?;
+    make_room(dir, 2 * manifest.files.len())?;
     let mut files = Vec::new();
     for file in &manifest.files {
         let open = StoreFile::open(root.join(&file.name))?;

@@ -7,6 +7,7 @@ use crate::catalogue::{Catalogue, Container, Layer, Records};
 use crate::digest::PayloadDigest;
 use crate::info::StoreKind;
 use crate::manifest::ManifestFile;
+use crate::open_files::make_room;
 use crate::packed::{self, HEADER_BYTES};
 use crate::staging::Staging;
 use crate::store::Store;
@@ -23,7 +24,7 @@ const HEADER_PAGE_BYTES: u64 = 4096;
 /// The bytes depend on the experts alone: two machines get the same files.
 ///
 /// *Errors*: [`StoreError::Full`] before anything is copied where the disk is too small;
-/// [`StoreError::Checksum`]; [`StoreError::SourceChanged`]; [`StoreError::Interrupted`];
+/// [`StoreError::Checksum`]; [`StoreError::ChangedInUse`]; [`StoreError::Interrupted`];
 /// [`StoreError::OutputExists`] where `out` exists, or for a v1 source. Nothing is left behind then.
 pub fn pack(source: &Store, out: &Path, options: &BuildOptions) -> Result<Report, StoreError> {
     if source.catalogue.container == Container::V1 {
@@ -39,6 +40,7 @@ pub fn pack(source: &Store, out: &Path, options: &BuildOptions) -> Result<Report
     let sizes: Vec<u64> = catalogue.layers.iter().map(file_bytes).collect();
     let record_bytes = sizes.iter().copied().fold(0u64, u64::saturating_add);
     check_space(staging.dir(), record_bytes)?;
+    make_room(staging.out(), catalogue.layers.len())?;
     let mut files = Vec::new();
     for (layer, &bytes) in catalogue.layers.iter().zip(&sizes) {
         work.check_cancel()?;

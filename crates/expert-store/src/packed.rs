@@ -5,6 +5,7 @@ use std::path::Path;
 use crate::StoreError;
 use crate::catalogue::{Catalogue, Layer, Records};
 use crate::manifest::Manifest;
+use crate::open_files::make_room;
 use crate::store::StoreFile;
 use crate::work::Reader;
 
@@ -73,6 +74,8 @@ pub(crate) fn open_files(
             }
         }
     }
+    // Readers open them once more.
+    make_room(dir, 2 * manifest.files.len())?;
     let mut files = Vec::new();
     for (entry, layer) in manifest.files.iter().zip(&layer_of) {
         let path = dir.join(&entry.name);

@@ -1,7 +1,8 @@
 //! Reading without disturbing the page cache: what was cached stays cached, what was not does not
 //! stay.
 //!
-//! Cached bytes come by `preadv2(RWF_NOWAIT)`; the rest by an ordinary read followed by
+//! Linux 6.14 and later do that themselves (`RWF_DONTCACHE`). Elsewhere, step by step, cached bytes
+//! come by `preadv2(RWF_NOWAIT)`; the rest of a step by an ordinary read followed by
 //! `POSIX_FADV_DONTNEED` for just that range. The descriptor is our own and set to
 //! `POSIX_FADV_RANDOM`: otherwise readahead would bring pages that nobody drops.
 
@@ -19,6 +20,15 @@ use crate::StoreError;
 
 /// Smallest page of the machines this runs on; rounding to less than a page merely drops less.
 const PAGE_BYTES: u64 = 4096;
+/// Files are read in steps that end at multiples of this. Where a page of a step is not cached, the
+/// rest of the step is read and dropped without another look: cached pages behind a gap lose at most
+/// so much, and a disk is still kept busy by a few threads.
+const STEP_BYTES: u64 = 128 << 10;
+/// `RWF_DONTCACHE` of linux/fs.h: pages that the read brings go, those that were there stay.
+const DONTCACHE: ReadWriteFlags = ReadWriteFlags::from_bits_retain(0x80);
+/// Smaller reads share pages with their neighbours, which would be read from the disk again and
+/// again if they went each time.
+const DONTCACHE_MIN_BYTES: usize = 64 << 10;
 
 /// A file for reads that leave the page cache as it was.
 #[derive(Debug)]
@@ -28,6 +38,8 @@ pub(crate) struct QuietFile {
     /// Cleared when the file system does not know `RWF_NOWAIT`: then what is cached cannot be told,
     /// and dropping this file's pages is the lesser harm than flooding the cache.
     nowait: AtomicBool,
+    /// Cleared when kernel or file system do not know `RWF_DONTCACHE`.
+    dontcache: AtomicBool,
 }
 
 /// Opens a regular file read-only; a fifo or a device is an error rather than a wait.
@@ -56,6 +68,7 @@ impl QuietFile {
             file,
             path: path.to_owned(),
             nowait: AtomicBool::new(true),
+            dontcache: AtomicBool::new(true),
         })
     }
 
@@ -69,40 +82,66 @@ impl QuietFile {
             .map_err(StoreError::io("reading", &self.path))
     }
 
-    fn try_read(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
+    fn try_read(&self, mut buf: &mut [u8], mut offset: u64) -> io::Result<()> {
+        if buf.len() >= DONTCACHE_MIN_BYTES {
+            let n = self.read_flagged(buf, offset, DONTCACHE, &self.dontcache)?;
+            buf = &mut buf[n..];
+            offset += n as u64;
+        }
+        while !buf.is_empty() {
+            // A read that must not wait may start readahead for all it asks for, and what it brought
+            // would look cached next time: so no request goes beyond the step that is dropped.
+            let step = STEP_BYTES - offset % STEP_BYTES;
+            let n = step.min(buf.len() as u64) as usize;
+            let (now, later) = buf.split_at_mut(n);
+            let cached = self.read_flagged(now, offset, ReadWriteFlags::NOWAIT, &self.nowait)?;
+            self.read_and_drop(&mut now[cached..], offset + cached as u64)?;
+            offset += n as u64;
+            buf = later;
+        }
+        Ok(())
+    }
+
+    /// Reads with a flag, up to where that would wait, or nothing where the flag is not known, which
+    /// clears `known`; says how many bytes that were.
+    fn read_flagged(
+        &self,
+        buf: &mut [u8],
+        offset: u64,
+        flag: ReadWriteFlags,
+        known: &AtomicBool,
+    ) -> io::Result<usize> {
         let mut at = 0;
-        while at < buf.len() && self.nowait.load(Ordering::Relaxed) {
+        while at < buf.len() && known.load(Ordering::Relaxed) {
             let slice = &mut [IoSliceMut::new(&mut buf[at..])];
-            match preadv2(
-                &self.file,
-                slice,
-                offset + at as u64,
-                ReadWriteFlags::NOWAIT,
-            ) {
+            match preadv2(&self.file, slice, offset + at as u64, flag) {
                 Ok(0) => return Err(ended(offset + at as u64)),
                 Ok(n) => at += n,
                 Err(Errno::AGAIN) => break,
                 Err(Errno::INTR) => {}
                 Err(Errno::OPNOTSUPP | Errno::INVAL | Errno::NOSYS | Errno::PERM) => {
-                    self.nowait.store(false, Ordering::Relaxed);
+                    known.store(false, Ordering::Relaxed);
                 }
                 Err(e) => return Err(e.into()),
             }
         }
-        let from = offset + at as u64;
-        let rest = &mut buf[at..];
+        Ok(at)
+    }
+
+    /// Reads bytes of which the first page is not cached, and drops their pages.
+    fn read_and_drop(&self, buf: &mut [u8], from: u64) -> io::Result<()> {
         // Only whole pages are dropped. The first one is shared with the bytes before, which were
         // read before in most passes, so it goes as well.
         let first = from - from % PAGE_BYTES;
-        let Some(len) = NonZeroU64::new(rest.len() as u64 + (from - first)) else {
+        let Some(len) = NonZeroU64::new(buf.len() as u64 + (from - first)) else {
             return Ok(());
         };
-        if rest.is_empty() {
+        if buf.is_empty() {
             return Ok(());
         }
         let mut done = 0;
-        while done < rest.len() {
-            match self.file.read_at(&mut rest[done..], from + done as u64) {
+        while done < buf.len() {
+            match self.file.read_at(&mut buf[done..], from + done as u64) {
                 Ok(0) => return Err(ended(from + done as u64)),
                 Ok(n) => done += n,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
@@ -119,4 +158,49 @@ fn ended(at: u64) -> io::Error {
         io::ErrorKind::UnexpectedEof,
         format!("the file ends at byte {at}, more was promised"),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn is_cached(file: &File, page: u64) -> bool {
+        let mut buf = [0; PAGE_BYTES as usize];
+        let slice = &mut [IoSliceMut::new(&mut buf)];
+        preadv2(file, slice, page * PAGE_BYTES, ReadWriteFlags::NOWAIT).is_ok()
+    }
+
+    /// Both ways: that of this kernel, and that of those without `RWF_DONTCACHE`.
+    #[test]
+    fn pages_behind_a_gap_stay_cached() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        let bytes = 8 * STEP_BYTES;
+        let content: Vec<u8> = (0..bytes).map(|i| (i / 7) as u8).collect();
+        std::fs::write(&path, &content).unwrap();
+        let file = File::open(&path).unwrap();
+        file.sync_all().unwrap();
+        for dontcache in [true, false] {
+            let quiet = QuietFile::open(&path).unwrap();
+            quiet.dontcache.store(dontcache, Ordering::Relaxed);
+            // Dropped as a whole, since what is cached in large folios is not dropped in part; then
+            // read page by page but for the first step.
+            let _ = fadvise(&file, 0, None, Advice::Random);
+            let _ = fadvise(&file, 0, None, Advice::DontNeed);
+            for page in STEP_BYTES / PAGE_BYTES..bytes / PAGE_BYTES {
+                let mut buf = [0; PAGE_BYTES as usize];
+                file.read_exact_at(&mut buf, page * PAGE_BYTES).unwrap();
+            }
+            let mut got = vec![0; bytes as usize];
+            quiet.read_exact_at(&mut got, 0).unwrap();
+            assert!(got == content);
+            // Where the kernel knows the flag, the gap is as it was, too.
+            if quiet.dontcache.load(Ordering::Relaxed) {
+                assert!(!is_cached(&file, 0));
+            }
+            for page in STEP_BYTES / PAGE_BYTES..bytes / PAGE_BYTES {
+                assert!(is_cached(&file, page), "{dontcache}: page {page}");
+            }
+        }
+    }
 }

@@ -10,6 +10,7 @@ use rustix::io::Errno;
 
 use crate::StoreError;
 use crate::manifest;
+use crate::stale::{self, LOCK, is_store_file};
 
 /// A temporary directory beside the destination; dropped without commit, it goes away with all
 /// that is in it.
@@ -21,13 +22,16 @@ pub(crate) struct Staging {
     old_generation: u64,
     replace: bool,
     live: bool,
+    /// Held until the end: tells other builds that this one is at work.
+    _lock: File,
 }
 
-/// Files that `--replace` may delete: those of stores.
-fn is_store_file(name: &str) -> bool {
-    matches!(name, "manifest.json" | "catalogue.bin" | "checksums.xxh3")
-        || name.ends_with(".xp2")
-        || name.ends_with(".xpr")
+/// What was built, in its place.
+#[derive(Debug)]
+pub(crate) struct Committed {
+    pub(crate) path: PathBuf,
+    /// What of the replaced directory is still there, and where.
+    pub(crate) warnings: Vec<String>,
 }
 
 fn exists(path: PathBuf, why: &str) -> StoreError {
@@ -76,23 +80,32 @@ impl Staging {
         let name = out
             .file_name()
             .ok_or_else(|| StoreError::Usage(format!("{} has no last component", out.display())))?;
+        stale::sweep(&out);
         loop {
-            let dir = out.with_file_name(format!(
-                ".{}.tmp-{}-{}",
-                name.to_string_lossy(),
+            let dir = out.with_file_name(stale::dir_name(
+                &name.to_string_lossy(),
                 std::process::id(),
-                COUNT.fetch_add(1, Ordering::Relaxed)
+                COUNT.fetch_add(1, Ordering::Relaxed),
             ));
             match fs::create_dir(&dir) {
-                Ok(()) => {
-                    return Ok(Self {
-                        dir,
-                        out,
-                        old_generation,
-                        replace,
-                        live: true,
-                    });
-                }
+                Ok(()) => match stale::lock(&dir) {
+                    Ok(Some(lock)) => {
+                        return Ok(Self {
+                            dir,
+                            out,
+                            old_generation,
+                            replace,
+                            live: true,
+                            _lock: lock,
+                        });
+                    }
+                    // Another build's sweep came first.
+                    Ok(None) => {}
+                    Err(e) => {
+                        let _ = fs::remove_dir(&dir);
+                        return Err(StoreError::io("locking", &dir)(e));
+                    }
+                },
                 // Left by a process of the same number that was killed.
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
                 Err(e) => return Err(StoreError::io("creating", &dir)(e)),
@@ -116,42 +129,50 @@ impl Staging {
     }
 
     /// Makes the directory appear; its files have been synced by their writers.
-    pub(crate) fn commit(mut self) -> Result<PathBuf, StoreError> {
+    pub(crate) fn commit(mut self) -> Result<Committed, StoreError> {
         sync_dir(&self.dir)?;
         let io = |e: Errno| StoreError::io("renaming to", &self.out)(e.into());
         let rename = |flags| renameat_with(CWD, &self.dir, CWD, &self.out, flags);
+        let mut old = None;
         if self.replace && fs::symlink_metadata(&self.out).is_ok() {
             match rename(RenameFlags::EXCHANGE) {
                 // The old store now has our temporary name.
-                Ok(()) => {}
+                Ok(()) => old = Some(self.dir.clone()),
                 Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
-                    let old = self.dir.with_extension("old");
-                    fs::rename(&self.out, &old).map_err(StoreError::io("renaming", &self.out))?;
+                    let mut aside = self.dir.clone().into_os_string();
+                    aside.push("-old");
+                    let aside = PathBuf::from(aside);
+                    fs::rename(&self.out, &aside).map_err(StoreError::io("renaming", &self.out))?;
                     if let Err(e) = fs::rename(&self.dir, &self.out) {
                         // Puts the old one back; if even that fails, the first error says enough.
-                        let _ = fs::rename(&old, &self.out);
+                        let _ = fs::rename(&aside, &self.out);
                         return Err(StoreError::io("renaming to", &self.out)(e));
                     }
-                    self.dir = old;
+                    old = Some(aside);
                 }
                 Err(e) => return Err(io(e)),
             }
-            sync_parent(&self.out)?;
-            // What is left there is the old store; `Drop` removes it.
-            return Ok(self.out.clone());
-        }
-        match rename(RenameFlags::NOREPLACE) {
-            Ok(()) => {}
-            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
-                // rename(2) of a directory fails on anything but an empty directory.
-                fs::rename(&self.dir, &self.out)
-                    .map_err(StoreError::io("renaming to", &self.out))?;
+        } else {
+            match rename(RenameFlags::NOREPLACE) {
+                Ok(()) => {}
+                Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
+                    // rename(2) of a directory fails on anything but an empty directory.
+                    fs::rename(&self.dir, &self.out)
+                        .map_err(StoreError::io("renaming to", &self.out))?;
+                }
+                Err(e) => return Err(io(e)),
             }
-            Err(e) => return Err(io(e)),
         }
         self.live = false;
+        // Not before: a build that is killed in between would look like one at work for ever.
+        if let Err(e) = fs::remove_file(self.out.join(LOCK)) {
+            tracing::warn!(path = %self.out.display(), error = %e, "cannot remove its lock");
+        }
         sync_parent(&self.out)?;
-        Ok(self.out.clone())
+        Ok(Committed {
+            path: self.out.clone(),
+            warnings: old.and_then(|dir| remove_old(&dir)).into_iter().collect(),
+        })
     }
 
     /// Makes the only file of the directory appear as `out`.
@@ -160,7 +181,7 @@ impl Staging {
         match renameat_with(CWD, &from, CWD, &self.out, RenameFlags::NOREPLACE) {
             Ok(()) => {}
             Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
-                fs::rename(&from, &self.out).map_err(StoreError::io("renaming to", &self.out))?;
+                link_new(&from, &self.out).map_err(StoreError::io("renaming to", &self.out))?;
             }
             Err(e) => return Err(StoreError::io("renaming to", &self.out)(e.into())),
         }
@@ -176,6 +197,51 @@ impl Drop for Staging {
                 tracing::warn!(path = %self.dir.display(), error = %e, "cannot remove a temporary directory");
             }
         }
+    }
+}
+
+/// Gives a file a name that nobody else may have, where the system cannot rename so.
+fn link_new(from: &Path, to: &Path) -> io::Result<()> {
+    match fs::hard_link(from, to) {
+        Ok(()) => fs::remove_file(from),
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(e),
+        // A file system without hard links: takes the name first, and then its own place.
+        Err(_) => {
+            File::create_new(to)?;
+            fs::rename(from, to)
+        }
+    }
+}
+
+/// Removes a store that was replaced. Hours may have passed since it was looked at: only what is a
+/// store's goes. Says what is left.
+fn remove_old(dir: &Path) -> Option<String> {
+    let left = |why: String| {
+        Some(format!(
+            "what was replaced is not removed and lies at {}: {why}",
+            dir.display()
+        ))
+    };
+    let mut kept = Vec::new();
+    let removed = fs::read_dir(dir).and_then(|entries| {
+        for entry in entries {
+            let entry = entry?;
+            let name = entry.file_name();
+            let is_file = entry.file_type()?.is_file();
+            match name.to_str().filter(|n| is_file && is_store_file(n)) {
+                Some(_) => fs::remove_file(entry.path())?,
+                None => kept.push(format!("{name:?}")),
+            }
+        }
+        Ok(())
+    });
+    if !kept.is_empty() {
+        kept.sort();
+        return left(format!("{} not a store's", kept.join(", ")));
+    }
+    match removed.and_then(|()| fs::remove_dir(dir)) {
+        Ok(()) => None,
+        Err(e) => left(e.to_string()),
     }
 }
 
@@ -217,3 +283,7 @@ pub(crate) fn sync_dir(dir: &Path) -> Result<(), StoreError> {
 fn sync_parent(path: &Path) -> Result<(), StoreError> {
     path.parent().map_or(Ok(()), sync_dir)
 }
+
+#[cfg(test)]
+#[path = "tests/staging.rs"]
+mod tests;

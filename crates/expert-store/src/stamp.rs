@@ -50,4 +50,20 @@ impl FileStamp {
             None
         }
     }
+
+    /// Says how `now` differs at all, `None` where it does not: for a file that is open, where a change
+    /// of attributes may hide one of content.
+    pub fn change(&self, now: &Self) -> Option<String> {
+        if (self.device, self.inode) != (now.device, now.inode) {
+            return Some("another file has its name now".to_owned());
+        }
+        self.content_change(now).or_else(|| {
+            (self.ctime_ns != now.ctime_ns).then(|| {
+                format!(
+                    "overwritten with its time put back, or its attributes or links changed, at {} ns",
+                    now.ctime_ns
+                )
+            })
+        })
+    }
 }

@@ -97,12 +97,16 @@ impl StoreFile {
         Ok(Self { path, file, stamp })
     }
 
-    /// How a state differs from the one at opening: size, time, or another file altogether.
-    pub(crate) fn change(&self, now: &FileStamp) -> Option<String> {
-        self.stamp.content_change(now).or_else(|| {
-            let same = (now.device, now.inode) == (self.stamp.device, self.stamp.inode);
-            (!same).then(|| "another file has its name now".to_owned())
-        })
+    /// How the open file differs from what it was at opening, `None` where it does not: one `fstat`.
+    ///
+    /// Size, both times, inode and device count. The time of the last change of attributes tells an
+    /// overwrite whose modification time was put back; it cannot be told from a `chmod`, a rename or a
+    /// new hard link of the file, so these count as changes, too.
+    pub fn changed_now(&self) -> Option<String> {
+        match self.file.metadata() {
+            Ok(now) => self.stamp.change(&FileStamp::of(&now)),
+            Err(e) => Some(format!("its state cannot be read: {e}")),
+        }
     }
 }
 
@@ -405,18 +409,14 @@ impl Store {
     }
 
     /// Looks at each file again, by descriptor and by path: index and reason of those that changed
-    /// in size or modification time, were replaced, or are gone.
+    /// since the store was opened ([`StoreFile::changed_now`]), were replaced, or are gone.
     pub fn changed_files(&self) -> Vec<(usize, String)> {
         let state = |f: &StoreFile| -> Option<String> {
-            let open = match f.file.metadata() {
-                Ok(m) => FileStamp::of(&m),
-                Err(e) => return Some(format!("its state cannot be read: {e}")),
-            };
-            if let Some(why) = f.change(&open) {
+            if let Some(why) = f.changed_now() {
                 return Some(why);
             }
             match std::fs::metadata(&f.path) {
-                Ok(m) => f.change(&FileStamp::of(&m)),
+                Ok(m) => f.stamp.change(&FileStamp::of(&m)),
                 Err(e) if e.kind() == io::ErrorKind::NotFound => Some("it is gone".into()),
                 Err(e) => Some(format!("its path cannot be followed: {e}")),
             }
@@ -428,11 +428,11 @@ impl Store {
             .collect()
     }
 
-    /// [`StoreError::SourceChanged`] for the first file that changed since the store was opened.
+    /// [`StoreError::ChangedInUse`] for the first file that changed since the store was opened.
     pub(crate) fn check_unchanged(&self) -> Result<(), StoreError> {
         match self.changed_files().into_iter().next() {
             None => Ok(()),
-            Some((i, why)) => Err(StoreError::SourceChanged {
+            Some((i, why)) => Err(StoreError::ChangedInUse {
                 path: self.files[i].path.clone(),
                 why,
             }),

@@ -9,6 +9,7 @@ use crate::containers::{
 };
 use crate::digest::for_each_leaf_part;
 use crate::manifest;
+use crate::open_files::make_room;
 use crate::select::describe;
 use crate::staging::Staging;
 use crate::work::{Block, Scan, WorkOptions};
@@ -69,8 +70,8 @@ struct Plan {
 /// in `.safetensors`) or, where the checkpoint was GGUF, as GGUF version 3 (`out` a directory or
 /// `.gguf`). Nothing is converted. Checksums are verified on the way where there are some.
 ///
-/// *Errors*: [`StoreError::OutputExists`]; [`StoreError::Usage`] for a v1 store and for a partial store
-/// whose tensors hold all experts (names those that are missing); [`StoreError::Full`];
+/// *Errors*: [`StoreError::OutputExists`]; [`StoreError::Usage`] for a v1 store for a name with the
+/// other container's extension, and for a partial store whose tensors hold all experts (names those that are missing); [`StoreError::Full`];
 /// [`StoreError::Checksum`]; [`StoreError::Interrupted`]. Nothing is left behind then.
 pub fn unpack(
     store: &Store,
@@ -95,6 +96,20 @@ pub fn unpack(
         Container::Gguf => "gguf",
         _ => "safetensors",
     };
+    let other = match container {
+        Container::Gguf => "safetensors",
+        _ => "gguf",
+    };
+    let ends_in = |word: &str| {
+        out.extension()
+            .is_some_and(|e| e.eq_ignore_ascii_case(word))
+    };
+    if ends_in(other) {
+        return Err(refuse(format!(
+            "its tensors are those of a {extension} checkpoint and nothing is converted, so {} cannot be a .{other} file; give a directory or a name that ends in .{extension}",
+            out.display()
+        )));
+    }
     let single = out.extension().is_some_and(|e| e == extension);
     let shards = if single || container == Container::Gguf {
         vec![order(&plan.tensors, container)]
@@ -124,6 +139,7 @@ pub fn unpack(
         .iter()
         .fold(0u64, |n, h| n.saturating_add(h.file_bytes));
     check_space(staging.dir(), need)?;
+    make_room(staging.out(), shards.len())?;
     let mut files = Vec::new();
     let mut at = vec![(0u32, 0u64); plan.tensors.len()];
     for (s, (shard, header)) in shards.iter().zip(&headers).enumerate() {
@@ -153,7 +169,7 @@ pub fn unpack(
     let path = if single {
         staging.commit_file(&shard_name(0, 1, extension))?
     } else {
-        staging.commit()?
+        staging.commit()?.path
     };
     Ok(UnpackReport {
         path,

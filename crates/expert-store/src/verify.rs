@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::catalogue::Records;
 use crate::info::StoreKind;
 use crate::packed::{self, HEADER_BYTES};
-use crate::work::{Scan, WorkOptions};
+use crate::work::{Block, Scan, WorkOptions};
 use crate::{Key, Store, StoreError, v1};
 
 /// A chunk whose bytes are not those that were indexed.
@@ -52,8 +52,8 @@ pub struct VerifyReport {
     pub bad: Vec<BadChunk>,
     /// How many chunks differ.
     pub bad_count: u64,
-    /// Records that could not be read, and packed headers and padding that are not what they must
-    /// be, up to the limit of the options.
+    /// Records that could not be read, and packed headers, padding and catalogue values that are not
+    /// what they must be, up to the limit of the options.
     pub errors: Vec<String>,
     /// How many of these there are.
     pub error_count: u64,
@@ -73,9 +73,10 @@ struct Found {
 }
 
 /// Reads all records and compares each chunk with its checksum; in packed and v1 stores also each
-/// header and the zeros between records. What is bad is listed, not returned as an error.
+/// header and the zeros between records, and everywhere the catalogue's values of small leaves with
+/// the records' bytes. What is bad is listed, not returned as an error.
 ///
-/// *Errors*: [`StoreError::Store`] for a store without checksums, [`StoreError::SourceChanged`],
+/// *Errors*: [`StoreError::Store`] for a store without checksums, [`StoreError::ChangedInUse`],
 /// [`StoreError::Interrupted`].
 pub fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyReport, StoreError> {
     let unhashed = store
@@ -119,8 +120,10 @@ pub fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyReport, St
             }
             Ok(read.is_ok())
         },
-        |block, _, sums| {
+        |block, bytes, sums| {
+            let mut sound = true;
             for (chunk, got, want) in block.mismatches(sums) {
+                sound = false;
                 bad_count.fetch_add(1, Ordering::Relaxed);
                 let mut f = lock();
                 if f.bad.len() < options.listed_max {
@@ -131,6 +134,9 @@ pub fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyReport, St
                         want,
                     });
                 }
+            }
+            if sound {
+                check_inline(block, bytes, &note);
             }
             Ok(())
         },
@@ -149,6 +155,31 @@ pub fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyReport, St
         errors: found.errors,
         error_count: error_count.into_inner(),
     })
+}
+
+/// Compares the values that the catalogue repeats with the image's bytes: no identity covers them.
+fn check_inline(block: &Block<'_>, bytes: &[u8], note: &dyn Fn(String)) {
+    let leaves = &block.class().leaves;
+    let first = leaves.partition_point(|l| l.image_offset < block.offset);
+    for (i, leaf) in leaves.iter().enumerate().skip(first) {
+        // Leaves lie at multiples of 256 and blocks at multiples of that: a small leaf is never cut.
+        let at = (leaf.image_offset - block.offset) as usize;
+        if at >= bytes.len() {
+            break;
+        }
+        let Some(want) = block.layer.inline_value(block.position, i) else {
+            continue;
+        };
+        if bytes.get(at..at + want.len()) != Some(want) {
+            note(format!(
+                "{}: the catalogue's value of leaf {} ({:?} {}) is not that of the record; build the store again",
+                block.key(),
+                leaf.name,
+                leaf.role,
+                leaf.leaf
+            ));
+        }
+    }
 }
 
 /// What surrounds the image of a record in a file of ours: its header and the zeros after it.

@@ -15,9 +15,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::catalogue::{CHUNK_BYTES, Catalogue, Class, Layer};
+use crate::open_files::make_room;
 use crate::pieces::{self, Piece};
 use crate::progress::{NoProgress, Progress};
 use crate::quiet::QuietFile;
+use crate::stamp::FileStamp;
 use crate::store::StoreFile;
 use crate::{Key, Store, StoreError};
 
@@ -148,14 +150,17 @@ impl Reader {
                 .file()
                 .metadata()
                 .map_err(StoreError::io("reading the state of", &f.path))?;
-            match f.change(&crate::stamp::FileStamp::of(&now)) {
+            match f.stamp.change(&FileStamp::of(&now)) {
                 None => Ok(file),
-                Some(why) => Err(StoreError::SourceChanged {
+                Some(why) => Err(StoreError::ChangedInUse {
                     path: f.path.clone(),
                     why,
                 }),
             }
         };
+        if let Some(first) = files.first() {
+            make_room(&first.path, files.len())?;
+        }
         Ok(Self {
             files: files.iter().map(open).collect::<Result<_, _>>()?,
         })
@@ -198,6 +203,18 @@ impl Reader {
             }
         });
         result
+    }
+}
+
+/// Calls its function where a panic unwinds through its scope: a worker that dies must not leave the
+/// others waiting for it.
+pub(crate) struct OnPanic<F: FnMut()>(pub(crate) F);
+
+impl<F: FnMut()> Drop for OnPanic<F> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            (self.0)();
+        }
     }
 }
 
@@ -288,6 +305,10 @@ impl<'a> Scan<'a> {
         let in_order = Mutex::new(in_order);
         progress.start(what, self.total_bytes());
         let work = || {
+            let _guard = OnPanic(|| {
+                lock(&state).stopped = true;
+                freed.notify_all();
+            });
             let result = self.work(&state, &freed, &read, &on_worker, &in_order);
             if let Err(e) = result {
                 let mut s = lock(&state);

@@ -11,6 +11,7 @@ use expert_wire::limits;
 use expert_wire::message::{ErrorCode, ErrorFrame, Role, Welcome};
 
 use crate::error::TierError;
+use crate::rail::ContentTag;
 use crate::rails::socket;
 
 /// Answers to other questions, notices and pings that may come before the answer.
@@ -42,6 +43,15 @@ impl Control {
 
     pub(crate) fn addr(&self) -> &str {
         &self.addr
+    }
+
+    /// What the peer served when it was last asked; `None` while there is no connection.
+    pub(crate) fn content(&self) -> Option<ContentTag> {
+        let connection = self
+            .connection
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        connection.as_ref().map(|c| ContentTag::of(&c.welcome))
     }
 
     /// Who the peer is now; `Err(Ok(manifest))` where it speaks v1 only.

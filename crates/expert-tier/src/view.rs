@@ -159,7 +159,7 @@ impl View {
                 })?
             }
             Source::V1(manifest) => v1_layer(manifest, info).map_err(TierError::Config)?,
-            Source::Peer(control) => self.load(control, info, limit)?,
+            Source::Peer(control) => self.load(control, key, info, limit)?,
         });
         cache.insert(key.layer, layer.clone());
         Ok(layer)
@@ -168,6 +168,7 @@ impl View {
     fn load(
         &self,
         control: &Control,
+        key: Key,
         info: &LayerInfo,
         limit: Instant,
     ) -> Result<Layer, TierError> {
@@ -179,12 +180,17 @@ impl View {
             layer: info.layer,
             sections: SECTION_CHECKSUMS,
         };
-        let (blob, _) = control.ask(
+        let answer = control.ask(
             FrameKind::Catalogue,
             &request.encode(),
             FrameKind::CatalogueReply,
             limit,
-        )?;
+        );
+        // A peer that restarted answers, or refuses, for what it serves now: no fault of its store.
+        if control.content().is_some_and(|content| content != self.tag) {
+            return Err(TierError::ContentChanged { key });
+        }
+        let (blob, _) = answer?;
         let layer = codec::decode_layer(&blob).map_err(unsound)?;
         let got = LayerInfo::of(&layer);
         if got != *info {

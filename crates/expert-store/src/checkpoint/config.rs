@@ -113,6 +113,8 @@ impl Config {
         };
         let mut metadata = BTreeMap::new();
         for key in [
+            // Unpacking keeps it.
+            "general.alignment",
             "general.architecture",
             "general.name",
             "general.type",

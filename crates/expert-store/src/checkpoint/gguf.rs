@@ -26,6 +26,12 @@ const LENGTH_MAX: u64 = 1 << 30;
 /// Longest text value that is kept; longer ones are skipped.
 const KEPT_MAX_BYTES: u64 = 4096;
 const DIMENSIONS_MAX: u32 = 4;
+/// Most tensors of one file; the largest known models have a few thousand.
+const TENSORS_MAX: u64 = 1_000_000;
+/// Most metadata entries of one file; real ones have less than a hundred.
+const METADATA_MAX: u64 = 100_000;
+/// Longest header, bytes: the vocabulary of the largest known tokenizer takes a tenth of it.
+const HEADER_MAX_BYTES: u64 = 256 << 20;
 const ALIGNMENT_DEFAULT: u64 = 32;
 
 /// A metadata value that is worth keeping.
@@ -124,6 +130,16 @@ fn read(
     }
     let tensor_count = r.u64("tensor count")?;
     let kv_count = r.u64("metadata count")?;
+    for (what, count, max) in [
+        ("tensors", tensor_count, TENSORS_MAX),
+        ("metadata entries", kv_count, METADATA_MAX),
+    ] {
+        if count > max {
+            return wrong(format!(
+                "the header says {count} {what}, the limit is {max}; damaged"
+            ));
+        }
+    }
     // An entry has at least this many bytes, so a count beyond the file is a lie.
     r.count("tensors", tensor_count, 8 + 4 + 4 + 8)?;
     r.count("metadata entries", kv_count, 8 + 4 + 1)?;
@@ -139,22 +155,16 @@ fn read(
     };
 
     let mut infos = Vec::new();
-    let mut names = Vec::new();
+    let mut seen = HashSet::new();
     for _ in 0..tensor_count {
         let info = read_tensor(r)?;
-        names.push(xxh3_128(info.name.as_bytes()));
+        if !seen.insert(xxh3_128(info.name.as_bytes())) {
+            return wrong(format!("tensor {:?} is in the file twice", info.name));
+        }
         infos.push(info);
     }
+    let mut names: Vec<u128> = seen.into_iter().collect();
     names.sort_unstable();
-    if let Some(pair) = names.windows(2).find(|w| w[0] == w[1]) {
-        let twice = infos
-            .iter()
-            .find(|i| xxh3_128(i.name.as_bytes()) == pair[0]);
-        return wrong(format!(
-            "tensor {:?} is in the file twice",
-            twice.map_or("", |i| &i.name)
-        ));
-    }
 
     let overflow = || Fault::Wrong("tensor offsets overflow 64 bits".into());
     let data_start =
@@ -230,6 +240,9 @@ fn read_tensor(r: &mut Reader<'_>) -> Result<TensorInfo, Fault> {
             "a tensor's name of {bytes} bytes, the limit is {}",
             NAME_MAX_BYTES - 1
         ));
+    }
+    if bytes == 0 {
+        return wrong(format!("a tensor without a name before {}; damaged", r.at));
     }
     let name = r.text("tensor name", bytes)?;
     let dimensions = r.u32("number of dimensions")?;
@@ -370,6 +383,12 @@ impl Reader<'_> {
             return wrong(format!(
                 "{what} of {bytes} bytes at {}, the file ends at {}: it is cut off or damaged",
                 self.at, self.end
+            ));
+        }
+        if bytes > HEADER_MAX_BYTES.saturating_sub(self.at) {
+            return wrong(format!(
+                "{what} of {bytes} bytes at {}: the header is longer than {HEADER_MAX_BYTES} bytes; damaged",
+                self.at
             ));
         }
         Ok(())

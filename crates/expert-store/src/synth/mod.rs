@@ -12,6 +12,7 @@ use crate::containers::{
     self, GgufValue, Header, TensorOut, gguf_header, safetensors_header, shard_name,
 };
 use crate::manifest;
+use crate::open_files::make_room;
 use crate::staging::Staging;
 use crate::work::WorkOptions;
 use crate::writeback::{OutFile, check_space};
@@ -119,6 +120,7 @@ pub fn synth(spec: &SynthSpec, out: &Path) -> Result<SynthReport, StoreError> {
         .map_err(refuse)?;
     let staging = Staging::directory(out, false)?;
     check_space(staging.dir(), total)?;
+    make_room(staging.out(), shards.len())?;
     let mut files = Vec::new();
     let mut at = vec![(0, 0); outs.len()];
     for (s, (shard, header)) in shards.iter().zip(&headers).enumerate() {
@@ -151,7 +153,7 @@ pub fn synth(spec: &SynthSpec, out: &Path) -> Result<SynthReport, StoreError> {
     }
     spec.work.check_cancel()?;
     Ok(SynthReport {
-        path: staging.commit()?,
+        path: staging.commit()?.path,
         files: files.len(),
         tensors: outs.len(),
         bytes: total,

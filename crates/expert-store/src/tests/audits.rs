@@ -197,6 +197,68 @@ fn changed_sources_refuse_an_in_place_store_and_moved_ones_warn() {
     assert_eq!(store.changed_files().len(), 1);
 }
 
+/// The modification time can be put back, the time of the change of attributes cannot.
+#[test]
+fn overwrite_with_its_time_put_back_is_a_change_to_whoever_has_the_file_open() {
+    let dir = scratch();
+    let dir = dir.path();
+    let source = checkpoint(dir, "mixtral", 1);
+    let store_dir = dir.join("index");
+    index(&source, &store_dir, &IndexOptions::default()).unwrap();
+    let path = source.join("model.safetensors");
+    let store = open(&store_dir);
+    assert_eq!(store.files()[0].changed_now(), None);
+    let mtime = fs::metadata(&path).unwrap().modified().unwrap();
+    // The clock of file times moves in steps of some milliseconds.
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    let n = fs::metadata(&path).unwrap().len();
+    let file = File::options().write(true).open(&path).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, b"x", n - 1).unwrap();
+    file.set_modified(mtime).unwrap();
+    let why = store.files()[0].changed_now().unwrap();
+    assert!(why.contains("put back"), "{why}");
+    assert_eq!(store.changed_files(), [(0, why)]);
+    let e = pack(&store, &dir.join("p"), &BuildOptions::default()).unwrap_err();
+    assert!(matches!(e, StoreError::ChangedInUse { .. }), "{e}");
+    assert!(!e.to_string().contains("index"), "{e}");
+    // Whoever opens it later is told that it may be another one, and `verify` finds the byte.
+    let later = open(&store_dir);
+    assert_eq!(later.warnings().len(), 1);
+    assert_eq!(later.files()[0].changed_now(), None);
+    // A hard link cannot be told from that.
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    fs::hard_link(&path, dir.join("link")).unwrap();
+    assert!(later.files()[0].changed_now().is_some());
+}
+
+#[test]
+fn catalogue_value_that_is_not_the_records_is_found_by_verify() {
+    let dir = scratch();
+    let dir = dir.path();
+    let source = checkpoint(dir, "nvfp4-ct", 2);
+    let in_place = dir.join("index");
+    index(&source, &in_place, &IndexOptions::default()).unwrap();
+    let packed = dir.join("packed");
+    pack(&open(&source), &packed, &BuildOptions::default()).unwrap();
+    for store_dir in [in_place, packed] {
+        // Values of small leaves end a blob.
+        let table = store_dir.join("catalogue.bin");
+        flip(&table, fs::metadata(&table).unwrap().len() - 1);
+        let hash = xxhash_rust::xxh3::xxh3_128(&fs::read(&table).unwrap());
+        edit_manifest(&store_dir, |m| {
+            m["catalogue"]["xxh3_128"] = crate::info::hex128(hash).into();
+        });
+        let report = verify(&open(&store_dir), &VerifyOptions::default()).unwrap();
+        assert_eq!((report.bad_count, report.error_count), (0, 1), "{report:?}");
+        let error = &report.errors[0];
+        assert!(error.contains("layer 1 expert 4"), "{error}");
+        assert!(
+            error.contains("down_proj.") && error.contains("_scale"),
+            "{error}"
+        );
+    }
+}
+
 #[test]
 fn truncated_file_is_an_error_of_the_read() {
     let dir = scratch();

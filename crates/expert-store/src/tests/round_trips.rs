@@ -359,3 +359,83 @@ fn gguf_comes_back_as_one_file_or_a_directory() {
     );
     assert_eq!(names(dir.path()), ["back.gguf", "gguf-gpt-oss-1"]);
 }
+
+#[test]
+fn gguf_of_another_alignment_comes_back_byte_for_byte() {
+    use crate::containers::{GgufValue, TensorOut, gguf_header};
+    let dir = scratch();
+    let dir = dir.path();
+    let tensors: Vec<TensorOut> = ["gate", "up", "down"]
+        .iter()
+        .map(|p| TensorOut {
+            name: format!("blk.0.ffn_{p}_exps.weight"),
+            dtype: crate::Dtype::from_gguf_id(0).unwrap(),
+            shape: if *p == "down" {
+                vec![2, 5, 3]
+            } else {
+                vec![2, 3, 5]
+            },
+            bytes: 120,
+        })
+        .collect();
+    let metadata = [
+        (
+            "general.architecture".to_owned(),
+            GgufValue::Text("qwen3moe".into()),
+        ),
+        ("general.alignment".to_owned(), GgufValue::U32(64)),
+    ];
+    let tensors: Vec<&TensorOut> = tensors.iter().collect();
+    let header = gguf_header(&metadata, &tensors, 64).unwrap();
+    let mut bytes = header.bytes;
+    bytes.resize(header.file_bytes as usize, 0);
+    for &at in &header.offsets {
+        assert_eq!(at % 64, 0);
+        for i in 0..120 {
+            bytes[at as usize + i] = i as u8;
+        }
+    }
+    let source = dir.join("model.gguf");
+    fs::write(&source, &bytes).unwrap();
+    pack_at(&source, &dir.join("packed"));
+    let packed = open(&dir.join("packed"));
+    assert_eq!(packed.metadata()["general.alignment"], "64");
+    let back = dir.join("back.gguf");
+    unpack(&packed, &back, &UnpackOptions::default()).unwrap();
+    assert!(fs::read(&back).unwrap() == bytes);
+}
+
+#[test]
+fn unpacking_to_a_file_of_the_other_container_is_refused() {
+    let dir = scratch();
+    for (family, name) in [("mixtral", "x.gguf"), ("gguf-gpt-oss", "x.safetensors")] {
+        let store = Store::open(checkpoint(dir.path(), family, 1), &unhashed()).unwrap();
+        let out = dir.path().join(name);
+        let e = unpack(&store, &out, &UnpackOptions::default()).unwrap_err();
+        assert!(matches!(e, StoreError::Usage(_)), "{e}");
+        assert!(e.to_string().contains(name), "{e}");
+        assert!(!out.exists());
+    }
+}
+
+#[test]
+fn v1_records_are_made_of_the_bytes_that_were_proven() {
+    let dir = scratch();
+    let dir = dir.path();
+    let source = checkpoint(dir, "nvfp4-ct", 2);
+    pack_at(&source, &dir.join("packed"));
+    let store = open(&dir.join("packed"));
+    let bare = Store::open(&source, &unhashed()).unwrap();
+    let a = crate::pack_v1(&store, &dir.join("a"), &BuildOptions::default()).unwrap();
+    let b = crate::pack_v1(&bare, &dir.join("b"), &BuildOptions::default()).unwrap();
+    assert_eq!(a.payload_digest, b.payload_digest);
+    let file = dir.join("packed/layer_00001.xp2");
+    flip(&file, fs::metadata(&file).unwrap().len() / 2);
+    let store = open(&dir.join("packed"));
+    let e = crate::pack_v1(&store, &dir.join("c"), &BuildOptions::default()).unwrap_err();
+    assert!(
+        matches!(e, StoreError::Checksum { key, .. } if key == Key::new(1, 2)),
+        "{e}"
+    );
+    assert!(!dir.join("c").exists());
+}

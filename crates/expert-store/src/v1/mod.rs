@@ -12,6 +12,7 @@ use crate::catalogue::{
 use crate::info::{StoreKind, hex128};
 use crate::manifest::{self, CHECKSUMS, Table};
 use crate::open;
+use crate::open_files::make_room;
 use crate::packed::{open_exact, sampled};
 use crate::store::{OpenOptions, Parts, Store};
 use crate::work::Reader;
@@ -215,6 +216,8 @@ pub(crate) fn open(
         Err(why) => warnings.push(why),
     }
     let mut catalogue = catalogue(&m).map_err(bad)?;
+    // Readers open them once more.
+    make_room(dir, 2 * catalogue.layers.len())?;
     let mut files = Vec::new();
     let mut names = Vec::new();
     for layer in &catalogue.layers {

@@ -11,14 +11,15 @@ use crate::build::{BuildOptions, Report};
 use crate::catalogue::{CHUNK_BYTES, Class, Layer, Leaf, Role};
 use crate::info::hex128;
 use crate::manifest::{self, CHECKSUMS, MANIFEST};
+use crate::open_files::make_room;
 use crate::staging::Staging;
-use crate::work::Reader;
+use crate::work::{OnPanic, Reader};
 use crate::writeback::{OutFile, Releaser, check_space};
 use crate::{Key, Store, StoreError};
 use expert_wire::v1::{Manifest, RECORD_HEADER_BYTES, RECORD_MAGIC};
 
-/// Memory for records of all threads: a record is made in memory, because its parts are transposed.
-/// The largest known NVFP4 expert takes half of it.
+/// Memory for records of all threads: image and record are in memory at once, because parts are
+/// transposed. The largest known NVFP4 expert takes less than all of it.
 const MEMORY_BYTES: u64 = 256 << 20;
 const FILE_TEMPLATE: &str = "experts_{:05}.xpr";
 
@@ -47,11 +48,11 @@ pub fn pack_v1(source: &Store, out: &Path, options: &BuildOptions) -> Result<Rep
     let (geometry, leaves) = plan(source).map_err(refuse)?;
     let (parts, raw) = geometry.layout().map_err(refuse)?;
     let (_, stride) = geometry.record_bytes().map_err(refuse)?;
-    let part_max = parts.iter().map(|p| p.1).max().unwrap_or(0);
-    let each = stride.saturating_add(part_max);
+    let image_max = source.catalogue.layers.iter().map(Layer::image_bytes_max);
+    let each = stride.saturating_add(image_max.max().unwrap_or(0));
     if each > MEMORY_BYTES {
         return Err(refuse(format!(
-            "a record of {stride} bytes is made in memory, which is limited to {MEMORY_BYTES}"
+            "a record of {stride} bytes and its image are made in memory, which is limited to {MEMORY_BYTES}"
         )));
     }
     let layers = &source.catalogue.layers;
@@ -78,6 +79,7 @@ pub fn pack_v1(source: &Store, out: &Path, options: &BuildOptions) -> Result<Rep
         staging.dir(),
         file_bytes.saturating_mul(layers.len() as u64),
     )?;
+    make_room(staging.out(), target.layers.len())?;
     let mut files = Vec::new();
     for layer in &target.layers {
         work.check_cancel()?;
@@ -128,8 +130,9 @@ pub fn pack_v1(source: &Store, out: &Path, options: &BuildOptions) -> Result<Rep
     work.check_cancel()?;
     manifest::write_file(staging.dir(), MANIFEST, std::iter::once(json))?;
     let generation = staging.generation();
+    let done = staging.commit()?;
     Ok(Report {
-        path: staging.commit()?,
+        path: done.path,
         records: target.record_count(),
         image_bytes: target.image_bytes(),
         store_bytes: payload_bytes + table.bytes,
@@ -137,7 +140,7 @@ pub fn pack_v1(source: &Store, out: &Path, options: &BuildOptions) -> Result<Rep
         content_id,
         layout_id: target.layout_id(),
         payload_digest: digest,
-        warnings: source.warnings().to_vec(),
+        warnings: [source.warnings(), &done.warnings].concat(),
     })
 }
 
@@ -321,6 +324,10 @@ impl Job<'_> {
         let moved = Condvar::new();
         let lock = || turn.lock().unwrap_or_else(PoisonError::into_inner);
         let worker = || {
+            let _guard = OnPanic(|| {
+                lock().stop = true;
+                moved.notify_all();
+            });
             let mut buffers = (vec![0; self.stride as usize], Vec::new());
             loop {
                 let i = next.fetch_add(1, Ordering::Relaxed);
@@ -376,35 +383,50 @@ impl Job<'_> {
         }
     }
 
-    /// Makes one record in the first buffer.
+    /// Makes one record in the first buffer, from its image in the second: that is read once, and
+    /// its bytes are those that are proven.
     fn record(
         &self,
         layer: &Layer,
         index: usize,
         position: usize,
-        (record, raw): &mut (Vec<u8>, Vec<u8>),
+        (record, image): &mut (Vec<u8>, Vec<u8>),
     ) -> Result<(), StoreError> {
         let class = layer.class(position);
-        // Whole leaves are read, not whole chunks: the source's own sums are checked first.
-        if layer.checksums.is_some() {
-            self.source
-                .verify_record(Key::new(layer.layer, layer.experts[position]))?;
+        image.resize(class.image_bytes as usize, 0);
+        self.reader.read_image(layer, position, 0, image)?;
+        if let Some(want) = layer.record_checksums(position) {
+            let key = Key::new(layer.layer, layer.experts[position]);
+            let got = image.chunks(CHUNK_BYTES as usize).map(xxh3_64);
+            for (chunk, (got, &want)) in got.zip(want).enumerate() {
+                if got != want {
+                    return Err(StoreError::Checksum {
+                        key,
+                        chunk: chunk as u32,
+                        got,
+                        want,
+                    });
+                }
+            }
         }
         let leaves = &self.leaves[index][layer.class_index(position)];
         record.fill(0);
-        let header = self.header(layer, index, position)?;
+        let header = self.header(layer, index, position, image);
         record[..RECORD_HEADER_BYTES].copy_from_slice(&header);
         for ((projection, is_scale), (offset, bytes)) in PARTS.into_iter().zip(self.parts) {
             let leaf = &class.leaves[leaves.matrix[projection][usize::from(is_scale)]];
-            raw.resize(bytes as usize, 0);
-            self.reader
-                .read_image(layer, position, leaf.image_offset, raw)?;
+            let at = leaf.image_offset as usize;
             let (rows, columns) = self
                 .geometry
                 .matrix(projection, is_scale)
                 .map_err(StoreError::Usage)?;
             let to = &mut record[offset as usize..(offset + bytes) as usize];
-            transpose(raw, to, rows as usize, columns as usize);
+            transpose(
+                &image[at..at + bytes as usize],
+                to,
+                rows as usize,
+                columns as usize,
+            );
         }
         Ok(())
     }
@@ -414,25 +436,24 @@ impl Job<'_> {
         layer: &Layer,
         index: usize,
         position: usize,
-    ) -> Result<[u8; RECORD_HEADER_BYTES], StoreError> {
+        image: &[u8],
+    ) -> [u8; RECORD_HEADER_BYTES] {
         let leaves = &self.leaves[index][layer.class_index(position)];
         let class = layer.class(position);
         let scalar = |leaf: usize| {
-            let mut bytes = [0; 4];
-            self.reader
-                .read_image(layer, position, class.leaves[leaf].image_offset, &mut bytes)
-                .map(|()| f32::from_le_bytes(bytes))
+            let at = class.leaves[leaf].image_offset as usize;
+            f32::from_le_bytes([image[at], image[at + 1], image[at + 2], image[at + 3]])
         };
         let mut out = [0; RECORD_HEADER_BYTES];
         let mut put = |at: usize, bytes: [u8; 4]| out[at..at + 4].copy_from_slice(&bytes);
         let mut presence = 0u32;
         for i in 0..3 {
-            let scale2 = scalar(leaves.scale2[i])?;
+            let scale2 = scalar(leaves.scale2[i]);
             let scale2 = if leaves.invert { 1.0 / scale2 } else { scale2 };
             put(32 + 4 * i, scale2.to_le_bytes());
             if let Some(leaf) = leaves.input_scale[i] {
                 presence |= 1 << i;
-                put(44 + 4 * i, scalar(leaf)?.to_le_bytes());
+                put(44 + 4 * i, scalar(leaf).to_le_bytes());
             }
         }
         let words = [
@@ -448,7 +469,7 @@ impl Job<'_> {
         for (i, word) in words.into_iter().enumerate() {
             put(4 * i, word.to_le_bytes());
         }
-        Ok(out)
+        out
     }
 }
 

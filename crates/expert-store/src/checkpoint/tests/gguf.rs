@@ -265,6 +265,7 @@ fn damage_is_named() {
     refused(w().tensor("x", &[u64::MAX], 0), "dimension of");
     refused(w().tensor("x", &[1; 5], 0), "5 dimensions");
     refused(w().tensor(&"x".repeat(64), &[1], 0), "the limit is 63");
+    refused(w().tensor("", &[1], 0), "without a name");
     refused(
         w().tensor("blk.0.ffn_up_exps.weight", &[1], 0),
         "in the file twice",
@@ -308,15 +309,41 @@ fn damage_is_named() {
             .contains("LFS")
     );
     let mut counts = good.clone();
-    counts[8..16].copy_from_slice(&u64::MAX.to_le_bytes());
+    counts[8..16].copy_from_slice(&1_000_000u64.to_le_bytes());
     assert!(folder(&counts).refusal().contains("do not fit"));
     let mut counts = good.clone();
-    counts[16..24].copy_from_slice(&(1u64 << 40).to_le_bytes());
+    counts[16..24].copy_from_slice(&100_000u64.to_le_bytes());
     assert!(folder(&counts).refusal().contains("do not fit"));
     let longer = [&good[..], &[0; 100]].concat();
     assert!(
         folder(&longer).open().unwrap().warnings[0].contains("100 bytes after the last tensor")
     );
+}
+
+/// Sparse files make any count fit: what is read is bounded by the format's limits, not by the size.
+#[test]
+fn sparse_file_of_64_gib_is_refused_before_memory_is_taken() {
+    let sparse = |header: &[u8]| {
+        let folder = Folder::new().with("m.gguf", header);
+        let file = std::fs::File::options()
+            .write(true)
+            .open(folder.path().join("m.gguf"))
+            .unwrap();
+        file.set_len(64 << 30).unwrap();
+        let refusal = folder.refusal();
+        drop(folder);
+        refusal
+    };
+    let mut header = Writer::new().arch().bytes();
+    header[8..16].copy_from_slice(&2_000_000_000u64.to_le_bytes());
+    assert!(sparse(&header).contains("2000000000 tensors, the limit is 1000000"));
+    header[8..16].copy_from_slice(&1_000_000u64.to_le_bytes());
+    assert!(sparse(&header).contains("without a name"));
+    header[16..24].copy_from_slice(&2_000_000_000u64.to_le_bytes());
+    assert!(sparse(&header).contains("metadata entries, the limit is 100000"));
+    let array = [&4u32.to_le_bytes()[..], &(1u64 << 30).to_le_bytes()].concat();
+    let header = Writer::new().arch().raw("a", 9, &array).bytes();
+    assert!(sparse(&header).contains("the header is longer"));
 }
 
 fn part(no: u16, count: u16, total: u32) -> Writer {

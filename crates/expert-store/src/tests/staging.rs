@@ -1,0 +1,102 @@
+//! Builds beside each other, killed builds, and what others put in the way.
+
+use std::fs::{self, File};
+
+use rustix::fs::{FlockOperation, flock};
+
+use super::*;
+
+fn names(dir: &Path) -> Vec<String> {
+    let mut names: Vec<String> = fs::read_dir(dir)
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn next_build_removes_what_a_killed_one_left_and_nothing_else() {
+    let scratch = tempfile::tempdir().unwrap();
+    let dir = scratch.path();
+    let out = dir.join("out");
+    let make = |name: &str, files: &[&str]| {
+        fs::create_dir(dir.join(name)).unwrap();
+        for file in files {
+            fs::write(dir.join(name).join(file), "x").unwrap();
+        }
+    };
+    make(".out.tmp-1-0", &[LOCK, "layer_00000.xp2", "catalogue.bin"]);
+    make(".out.tmp-1-1", &[LOCK, "model-00001-of-00002.safetensors"]);
+    make(".out.tmp-1-2", &[]);
+    // Somebody else's files, names and builds.
+    make(".out.tmp-1-3", &[LOCK, "notes.txt"]);
+    make(".out.tmp-1-4", &["layer_00000.xp2"]);
+    make(".out.tmp-mine", &[LOCK]);
+    make(".other.tmp-1-0", &[LOCK]);
+    make(".out.tmp-1-5", &[LOCK, "layer_00000.xp2"]);
+    let at_work = File::open(dir.join(".out.tmp-1-5").join(LOCK)).unwrap();
+    flock(&at_work, FlockOperation::LockExclusive).unwrap();
+
+    let first = Staging::directory(&out, false).unwrap();
+    let second = Staging::directory(&out, false).unwrap();
+    assert!(first.dir().exists() && second.dir().exists());
+    drop((first, second));
+    assert_eq!(
+        names(dir),
+        [
+            ".other.tmp-1-0",
+            ".out.tmp-1-3",
+            ".out.tmp-1-4",
+            ".out.tmp-1-5",
+            ".out.tmp-mine"
+        ]
+    );
+    assert_eq!(names(&dir.join(".out.tmp-1-3")), [LOCK, "notes.txt"]);
+    drop(at_work);
+    let staging = Staging::directory(&out, false).unwrap();
+    fs::write(staging.dir().join("manifest.json"), "{}").unwrap();
+    assert!(staging.commit().unwrap().warnings.is_empty());
+    assert_eq!(names(&out), ["manifest.json"]);
+    assert!(!dir.join(".out.tmp-1-5").exists());
+}
+
+#[test]
+fn replacing_leaves_and_names_what_came_into_the_old_directory_meanwhile() {
+    let scratch = tempfile::tempdir().unwrap();
+    let out = scratch.path().join("out");
+    fs::create_dir(&out).unwrap();
+    let staging = Staging::directory(&out, true).unwrap();
+    fs::write(staging.dir().join("manifest.json"), "new").unwrap();
+    fs::write(out.join("manifest.json"), "old").unwrap();
+    fs::write(out.join("mine.txt"), "mine").unwrap();
+    fs::create_dir(out.join("nested.xp2")).unwrap();
+    let done = staging.commit().unwrap();
+    assert_eq!(names(&out), ["manifest.json"]);
+    let [warning] = &done.warnings[..] else {
+        panic!("{:?}", done.warnings)
+    };
+    let all = names(scratch.path());
+    assert_eq!(all.len(), 2, "{all:?}");
+    let left = scratch.path().join(&all[0]);
+    assert!(warning.contains(left.to_str().unwrap()), "{warning}");
+    assert!(warning.contains("mine.txt"), "{warning}");
+    assert_eq!(names(&left), ["mine.txt", "nested.xp2"]);
+    // And it stays when the next build sweeps.
+    drop(Staging::directory(&out, true));
+    assert_eq!(names(&left), ["mine.txt", "nested.xp2"]);
+}
+
+#[test]
+fn file_never_takes_the_place_of_another_even_without_renameat2() {
+    let scratch = tempfile::tempdir().unwrap();
+    let (from, to) = (scratch.path().join("a"), scratch.path().join("b"));
+    fs::write(&from, "new").unwrap();
+    fs::write(&to, "old").unwrap();
+    let e = link_new(&from, &to).unwrap_err();
+    assert_eq!(e.kind(), io::ErrorKind::AlreadyExists);
+    assert_eq!(fs::read(&to).unwrap(), b"old");
+    fs::remove_file(&to).unwrap();
+    link_new(&from, &to).unwrap();
+    assert_eq!(names(scratch.path()), ["b"]);
+}
