@@ -514,9 +514,9 @@ fn fetch_of_a_part_takes_that_part_and_random_draws_follow_their_seed() {
 fn fetch_with_a_bad_record_brings_the_others_and_exits_with_1() {
     let model = Model::bf16(Sizes::SMALL);
     let path = model.pack();
-    let peer = PeerProcess::start(&path, &["--restat-interval", "3600000"]);
     let (file, offset) = place_of(&model::open(&path), BAD, 1000);
     flip_unnoticed(&file, offset);
+    let peer = PeerProcess::start(&path, &["--restat-interval", "3600000"]);
     let output = fetch_rdma(&peer, &[]);
     let error = output.error(1);
     assert!(error.contains("layer 1 expert 3 chunk 0"), "{error}");

@@ -11,7 +11,8 @@ use crate::{PopulateOptions, Source};
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Limits {
-    /// Connections at once. Default 256: each takes a thread, two descriptors and about 100 KB.
+    /// Connections at once. Default 256: each takes a thread, two descriptors and about 100 KB, or
+    /// 400 KB where answers are copied.
     pub connections_max: usize,
     /// Connections at once from one address. Default 128: one client with all its 64 streams, twice.
     pub connections_per_address_max: usize,
@@ -52,7 +53,9 @@ pub enum Transfer {
     /// page cache; through a network card `sendfile` saves a copy.
     #[default]
     Auto,
-    /// `sendfile`: no copy through this process. Where a file system refuses it, [`Self::Copy`].
+    /// `sendfile`: no copy through this process. [`Self::Copy`] all the same where a file system
+    /// refuses it, for v1 clients, and for stores without checksums: pages that wait in the socket
+    /// change with the file, and those clients could not tell.
     Sendfile,
     /// `pread` and `send`.
     Copy,

@@ -17,10 +17,10 @@ use rustix::net::{RecvFlags, Shutdown};
 use thiserror::Error;
 use tracing::{debug, warn};
 
-use crate::epoch::Epoch;
+use crate::epoch::{self, Epoch};
 use crate::net::{self, Wake, wait};
 use crate::peer::Shared;
-use crate::send::{SendError, Sender};
+use crate::send::{Answer, SendError, Sender};
 use crate::stats::add;
 use crate::{FilePiece, SourceError};
 
@@ -74,6 +74,8 @@ enum End {
     Truncated { path: String, offset: u64 },
     #[error("{path} cannot be read: {source}")]
     Unreadable { path: String, source: io::Error },
+    #[error("{path} changed within an answer")]
+    Changed { path: String },
 }
 
 /// Serves a connection to its end.
@@ -97,6 +99,7 @@ pub(crate) fn serve(shared: &Shared, connection: &Connection) {
         handshake_deadline: connection.accepted_at + limits.handshake_timeout,
         partial_since: None,
         pieces: Vec::new(),
+        files: Vec::new(),
         head: Vec::new(),
     };
     let Err(end) = driver.run();
@@ -113,7 +116,7 @@ pub(crate) fn serve(shared: &Shared, connection: &Connection) {
                 warn!("{address}: {end}: closed");
             }
         }
-        End::Truncated { .. } | End::Unreadable { .. } => {
+        End::Truncated { .. } | End::Unreadable { .. } | End::Changed { .. } => {
             add(&shared.counters.broken_off, 1);
             if shared.refusal_log.allows() {
                 warn!("{address}: {end}: closed");
@@ -133,10 +136,11 @@ struct Driver<'a> {
     /// Epoch of the greeting: a v1 client works with its manifest.
     greeted: u32,
     handshake_deadline: Instant,
-    /// When the request that is not whole was first seen.
-    partial_since: Option<Instant>,
-    /// Pieces of the current answer; kept for its memory.
+    /// When the message that is not whole was first seen, and how many had come before it.
+    partial_since: Option<(Instant, u64)>,
+    /// Pieces of the current answer and the files below them; kept for their memory.
     pieces: Vec<FilePiece>,
+    files: Vec<u32>,
     head: Vec<u8>,
 }
 
@@ -146,7 +150,6 @@ impl Driver<'_> {
         loop {
             self.notices()?;
             while let Some(event) = self.session.poll_event() {
-                self.partial_since = None;
                 self.handle(event)?;
                 if self.session.output().len() >= OUTPUT_BYTES {
                     self.flush()?;
@@ -285,7 +288,11 @@ impl Driver<'_> {
             kind: FrameKind::Data,
             id,
         };
-        self.send_pieces(&header.encode(), u64::from(bytes))
+        let guarded = self.epoch.welcome.content_id.is_none();
+        match self.send_pieces(&header.encode(), u64::from(bytes), guarded)? {
+            Ok(()) => Ok(()),
+            Err(e) => self.error(id, e),
+        }
     }
 
     fn read_v1(&mut self, key: Key) -> Result<(), End> {
@@ -294,15 +301,16 @@ impl Driver<'_> {
             return Err(End::Reloaded);
         };
         let bytes = manifest.record_stride;
-        match self.plan(key, 0, bytes) {
-            Ok(()) => self.send_pieces(&[v1::STATUS_OK], bytes),
-            Err(e) => {
-                self.shared.counters.error(e.code);
-                debug!("{}: {key}: {e}", self.connection.address);
-                self.session.output().push(v1::STATUS_ERROR);
-                Ok(())
-            }
+        let outcome = match self.plan(key, 0, bytes) {
+            Ok(()) => self.send_pieces(&[v1::STATUS_OK], bytes, true)?,
+            Err(e) => Err(e),
+        };
+        if let Err(e) = outcome {
+            self.shared.counters.error(e.code);
+            debug!("{}: {key}: {e}", self.connection.address);
+            self.session.output().push(v1::STATUS_ERROR);
         }
+        Ok(())
     }
 
     /// Fills `pieces` with exactly the range, or says why nothing can be sent.
@@ -322,30 +330,57 @@ impl Driver<'_> {
                 format!("the store gave {total} bytes for {bytes}"),
             ));
         }
-        let mut last = None;
+        self.files.clear();
         for piece in &self.pieces {
             if let FilePiece::File { file, .. } = *piece {
-                if last != Some(file) {
+                if !self.files.contains(&file) {
                     self.epoch.check_file(file, &self.shared.counters)?;
-                    last = Some(file);
+                    self.files.push(file);
                 }
             }
         }
-        Ok(())
+        self.epoch.check_readable(&self.pieces)
     }
 
-    /// Sends what is queued, `head` and the planned pieces.
-    fn send_pieces(&mut self, head: &[u8], bytes: u64) -> Result<(), End> {
+    /// Sends what is queued, `header` and the planned pieces; `guarded` as in [`Answer`].
+    ///
+    /// The inner error says why nothing of the answer was sent: the client can still be told.
+    fn send_pieces(
+        &mut self,
+        header: &[u8],
+        bytes: u64,
+        guarded: bool,
+    ) -> Result<Result<(), SourceError>, End> {
         self.head.clear();
         self.head.append(self.session.output());
-        self.head.extend_from_slice(head);
-        let outcome = self
-            .sender
-            .pieces(&self.head, &*self.epoch.source, &self.pieces);
+        self.head.extend_from_slice(header);
+        let counters = &self.shared.counters;
+        let changed = |file: &&u32| self.epoch.check_file(**file, counters).is_err();
+        let outcome = self.sender.answer(&Answer {
+            head: &self.head,
+            source: &*self.epoch.source,
+            pieces: &self.pieces,
+            check: &|| self.files.iter().find(changed).map_or(Ok(()), |f| Err(*f)),
+            guarded,
+        });
         if outcome.is_ok() {
-            add(&self.shared.counters.payload_bytes, bytes);
+            add(&counters.payload_bytes, bytes);
         }
-        self.sent(outcome)
+        match self.sent(outcome) {
+            Ok(()) => Ok(Ok(())),
+            Err(end) if self.sender.started() => Err(end),
+            Err(end) => {
+                self.head.truncate(self.head.len() - header.len());
+                self.session.output().append(&mut self.head);
+                if self.shared.refusal_log.allows() {
+                    warn!("{}: {end}: refused", self.connection.address);
+                }
+                Ok(Err(match end {
+                    End::Unreadable { .. } => epoch::file_unreadable(),
+                    _ => epoch::file_changed(),
+                }))
+            }
+        }
     }
 
     /// Queues a typed refusal.
@@ -386,23 +421,36 @@ impl Driver<'_> {
                     offset,
                 }
             }
-            SendError::Unreadable { file, source } => End::Unreadable {
-                path: path(file),
+            SendError::Unreadable {
+                file,
+                offset,
+                bytes,
                 source,
-            },
+            } => {
+                self.epoch.note_unreadable(file, offset, bytes);
+                End::Unreadable {
+                    path: path(file),
+                    source,
+                }
+            }
+            SendError::Changed { file } => End::Changed { path: path(file) },
         })
     }
 
     /// Reads what the client has sent, or returns because there is a notice.
     fn receive(&mut self) -> Result<(), End> {
         let frame_timeout = self.shared.config.limits.frame_timeout;
-        if self.session.partial_bytes() > 0 && self.partial_since.is_none() {
-            self.partial_since = Some(Instant::now());
+        // By messages, not by events: a ping has none.
+        let before = self.session.messages();
+        if self.session.partial_bytes() == 0 {
+            self.partial_since = None;
+        } else if self.partial_since.is_none_or(|(_, n)| n != before) {
+            self.partial_since = Some((Instant::now(), before));
         }
         let (deadline, what) = match self.session.handshake_done() {
             false => (Some(self.handshake_deadline), "handshake"),
             true => (
-                self.partial_since.map(|since| since + frame_timeout),
+                self.partial_since.map(|(since, _)| since + frame_timeout),
                 "end of a request",
             ),
         };

@@ -1,8 +1,11 @@
 //! One store as it is served, from its start or reload to the end of its last reply.
 
 use std::collections::HashMap;
+use std::io;
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::time::Instant;
 
 use expert_wire::limits;
 use expert_wire::message::{ErrorCode, Welcome};
@@ -10,7 +13,8 @@ use expert_wire::v1::{Greeting, V2Offer};
 use tracing::warn;
 
 use crate::stats::{Counters, add};
-use crate::{PeerError, Source, SourceError};
+use crate::unreadable::{Unreadable, Verdict};
+use crate::{FilePiece, PeerError, Source, SourceError};
 
 /// Blobs that connections are sending now, by layer and sections.
 type Blobs = HashMap<(u32, u32), Weak<Vec<u8>>>;
@@ -22,6 +26,8 @@ pub(crate) struct Epoch {
     pub(crate) greeting: Greeting,
     /// Files that are not what they were when the store was opened: never read again.
     revoked: Vec<AtomicBool>,
+    /// What a disk did not deliver.
+    unreadable: Unreadable,
     info: OnceLock<Result<Arc<Vec<u8>>, SourceError>>,
     blobs: Mutex<Blobs>,
 }
@@ -62,6 +68,7 @@ impl Epoch {
             revoked: (0..source.file_count())
                 .map(|_| AtomicBool::new(false))
                 .collect(),
+            unreadable: Unreadable::default(),
             info: OnceLock::new(),
             blobs: Mutex::new(HashMap::new()),
             source,
@@ -119,11 +126,65 @@ impl Epoch {
                 Some(why) => self.revoke(file, &why, counters),
             }
         }
-        Err(SourceError::new(
-            ErrorCode::StoreUnreadable,
-            "the file below this record changed on the peer; load the store there again",
-        ))
+        Err(file_changed())
     }
+
+    /// Remembers a range that could not be read, so that it is refused instead of tried, and the
+    /// connection of whoever asks for it stays.
+    pub(crate) fn note_unreadable(&self, file: u32, offset: u64, bytes: u64) {
+        self.unreadable.note(file, offset, bytes, Instant::now());
+    }
+
+    /// Refuses pieces that could not be read a short while ago; those of a longer while are tried.
+    pub(crate) fn check_readable(&self, pieces: &[FilePiece]) -> Result<(), SourceError> {
+        for piece in pieces {
+            let FilePiece::File {
+                file,
+                offset,
+                bytes,
+            } = *piece
+            else {
+                continue;
+            };
+            loop {
+                let bad = match self.unreadable.verdict(file, offset, bytes, Instant::now()) {
+                    Verdict::Fine => break,
+                    Verdict::Refused => true,
+                    Verdict::Try { offset } => {
+                        let read = self
+                            .source
+                            .file(file)
+                            .ok_or_else(|| io::ErrorKind::NotFound.into())
+                            .and_then(|f| f.read_exact_at(&mut [0], offset));
+                        if read.is_ok() {
+                            self.unreadable.forget(file, offset);
+                        }
+                        read.is_err()
+                    }
+                };
+                if bad {
+                    return Err(file_unreadable());
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What a client is told whose record lies in a file that changed.
+pub(crate) fn file_changed() -> SourceError {
+    SourceError::new(
+        ErrorCode::StoreUnreadable,
+        "the file below this record changed on the peer; load the store there again",
+    )
+}
+
+/// ... and in one that the disk does not deliver.
+pub(crate) fn file_unreadable() -> SourceError {
+    SourceError::new(
+        ErrorCode::StoreUnreadable,
+        "the file below this record could not be read on the peer; its log names the file",
+    )
 }
 
 fn bounded(what: &str, bytes: Arc<Vec<u8>>) -> Result<Arc<Vec<u8>>, SourceError> {

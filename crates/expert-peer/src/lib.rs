@@ -11,8 +11,10 @@
 //! bounded from any state; dropping a [`Peer`] shuts it down.
 //!
 //! *Invariant*: an answer has exactly the bytes of the store that the client planned with, or the
-//! connection ends before the answer is whole. A file is looked at before each answer; one that
-//! is not the file that was opened is never read again.
+//! connection ends before the answer is whole. A file is looked at before each answer, and again
+//! before its last bytes go out; one that is not the file that was opened is never read again.
+//! What the looks cannot see, a file's change while its pages wait in a socket, is left only to
+//! clients with checksums; the others get copies.
 //!
 //! The process must ignore `SIGPIPE` (Rust programs do): `sendfile` has no flag against it.
 #![forbid(unsafe_code)]
@@ -29,6 +31,7 @@ mod send;
 mod source;
 mod stats;
 mod store;
+mod unreadable;
 mod watch;
 
 pub use config::{Limits, PeerConfig, Transfer};

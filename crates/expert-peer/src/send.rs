@@ -16,14 +16,15 @@ use crate::{FilePiece, Source, Transfer};
 /// Pieces up to this size are read and sent together with what surrounds them: below it the
 /// system calls cost more than the copy.
 const SMALL_MAX_BYTES: u64 = 16 << 10;
-/// Gathered bytes are sent when there are this many.
+/// Gathered bytes are sent when there are this many between two calls of `sendfile`.
 const GATHER_BYTES: usize = 64 << 10;
-/// Buffer of [`Transfer::Copy`].
+/// ... and this many where all bytes are copied: fits into the cache of a processor.
 const COPY_BYTES: usize = 256 << 10;
 /// Most bytes of one `sendfile`; the kernel's own limit is just below 2 GiB.
 const SENDFILE_MAX_BYTES: u64 = 1 << 30;
-
-static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+/// What `sendfile` leaves of an answer: these bytes go out after the last look at the files, so
+/// that the answer can be broken off until then.
+const TAIL_BYTES: u64 = 4 << 10;
 
 /// Why bytes could not be sent.
 #[derive(Debug)]
@@ -34,8 +35,28 @@ pub(crate) enum SendError {
     Gone(io::Error),
     /// A file ended before its piece did.
     Truncated { file: u32, offset: u64 },
-    /// A file cannot be read.
-    Unreadable { file: u32, source: io::Error },
+    /// A range of a file cannot be read.
+    Unreadable {
+        file: u32,
+        offset: u64,
+        bytes: u64,
+        source: io::Error,
+    },
+    /// A file is not what it was when it was opened.
+    Changed { file: u32 },
+}
+
+/// An answer with bytes of records.
+pub(crate) struct Answer<'a> {
+    /// Goes out before its bytes.
+    pub(crate) head: &'a [u8],
+    pub(crate) source: &'a dyn Source,
+    pub(crate) pieces: &'a [FilePiece],
+    /// Looks at the files below the pieces, and gives back one that is not to be read any more.
+    pub(crate) check: &'a dyn Fn() -> Result<(), u32>,
+    /// Whether the client has nothing to notice wrong bytes by. Then they are copied, and looked
+    /// at before they go out: pages that `sendfile` has queued change with the file.
+    pub(crate) guarded: bool,
 }
 
 /// One connection's way out.
@@ -44,9 +65,10 @@ pub(crate) struct Sender<'a> {
     /// Longest time without progress.
     stall: Duration,
     transfer: Transfer,
-    /// Small pieces and what goes in front of them.
-    gathered: Vec<u8>,
-    copy: Vec<u8>,
+    /// The first `filled` bytes wait to be sent; the rest is there to be filled again.
+    buffer: Vec<u8>,
+    filled: usize,
+    started: bool,
 }
 
 impl<'a> Sender<'a> {
@@ -55,9 +77,15 @@ impl<'a> Sender<'a> {
             stream: stream.as_fd(),
             stall,
             transfer,
-            gathered: Vec::new(),
-            copy: Vec::new(),
+            buffer: Vec::new(),
+            filled: 0,
+            started: false,
         }
+    }
+
+    /// Whether any byte of the last answer, its head included, may have gone out.
+    pub(crate) fn started(&self) -> bool {
+        self.started
     }
 
     /// Sends bytes; `more` says that others follow at once. `deadline` ends it beside the stall
@@ -81,120 +109,144 @@ impl<'a> Sender<'a> {
         Ok(())
     }
 
-    /// Sends `head` and then the pieces, nothing less.
-    pub(crate) fn pieces(
-        &mut self,
-        head: &[u8],
-        source: &dyn Source,
-        pieces: &[FilePiece],
-    ) -> Result<(), SendError> {
-        self.gathered.clear();
-        self.gathered.extend_from_slice(head);
-        for (i, piece) in pieces.iter().enumerate() {
-            let more = i + 1 < pieces.len();
+    /// Sends an answer, nothing less.
+    ///
+    /// Each byte was read before the last look at its file, so bytes that were copied are those of
+    /// the file that was opened: a file's time moves before its bytes do.
+    pub(crate) fn answer(&mut self, answer: &Answer<'_>) -> Result<(), SendError> {
+        self.started = false;
+        self.filled = 0;
+        self.space(answer.head.len()).copy_from_slice(answer.head);
+        for (i, piece) in answer.pieces.iter().enumerate() {
+            let is_last = i + 1 == answer.pieces.len();
             match *piece {
-                FilePiece::Zeros { bytes } => self.zeros(bytes)?,
+                FilePiece::Zeros { bytes } => self.gather_zeros(answer, bytes)?,
                 FilePiece::File {
                     file,
                     offset,
                     bytes,
                 } => {
-                    let handle = source.file(file).ok_or_else(|| SendError::Unreadable {
+                    let handle = answer.source.file(file).ok_or(SendError::Unreadable {
                         file,
+                        offset,
+                        bytes,
                         source: io::ErrorKind::NotFound.into(),
                     })?;
-                    if bytes <= SMALL_MAX_BYTES {
-                        self.gather_from(file, handle, offset, bytes as usize)?;
-                    } else {
-                        self.send_gathered(true)?;
-                        self.file(file, handle, offset, bytes, more)?;
+                    let mut sent = 0;
+                    if bytes > SMALL_MAX_BYTES && !self.copies(answer) {
+                        self.flush(answer, true)?;
+                        let direct = if is_last { bytes - TAIL_BYTES } else { bytes };
+                        sent = self.sendfile(file, handle, offset, direct)?;
                     }
+                    self.gather_file(answer, (file, handle), offset + sent, bytes - sent)?;
                 }
             }
-            if self.gathered.len() >= GATHER_BYTES {
-                self.send_gathered(more)?;
-            }
         }
-        self.send_gathered(false)
+        self.flush(answer, false)
     }
 
-    fn zeros(&mut self, mut bytes: u64) -> Result<(), SendError> {
+    fn copies(&self, answer: &Answer<'_>) -> bool {
+        answer.guarded || self.transfer != Transfer::Sendfile
+    }
+
+    /// The next `bytes` bytes of the buffer. They hold what was sent before.
+    fn space(&mut self, bytes: usize) -> &mut [u8] {
+        let start = self.filled;
+        self.filled += bytes;
+        if self.buffer.len() < self.filled {
+            self.buffer.resize(self.filled, 0);
+        }
+        &mut self.buffer[start..self.filled]
+    }
+
+    /// How many bytes can be gathered now; sends if there would be none. Called only when bytes
+    /// follow, so that the last ones of an answer are always sent by its end.
+    fn room(&mut self, answer: &Answer<'_>) -> Result<usize, SendError> {
+        let limit = match self.copies(answer) {
+            true => answer.head.len() + COPY_BYTES,
+            false => answer.head.len() + GATHER_BYTES,
+        };
+        if self.filled >= limit {
+            self.flush(answer, true)?;
+        }
+        Ok(limit - self.filled)
+    }
+
+    fn gather_zeros(&mut self, answer: &Answer<'_>, mut bytes: u64) -> Result<(), SendError> {
         while bytes > 0 {
-            let n = bytes.min(ZEROS.len() as u64);
+            let n = bytes.min(self.room(answer)? as u64);
+            self.space(n as usize).fill(0);
             bytes -= n;
-            self.gathered.extend_from_slice(&ZEROS[..n as usize]);
-            if bytes > 0 {
-                self.send_gathered(true)?;
-            }
         }
         Ok(())
     }
 
-    fn gather_from(
+    fn gather_file(
         &mut self,
-        file: u32,
-        handle: &File,
-        offset: u64,
-        bytes: usize,
+        answer: &Answer<'_>,
+        (file, handle): (u32, &File),
+        mut offset: u64,
+        mut bytes: u64,
     ) -> Result<(), SendError> {
-        let start = self.gathered.len();
-        self.gathered.resize(start + bytes, 0);
-        read_exact(file, handle, offset, &mut self.gathered[start..])
+        while bytes > 0 {
+            let n = bytes.min(self.room(answer)? as u64);
+            read_exact(file, handle, offset, self.space(n as usize))?;
+            offset += n;
+            bytes -= n;
+        }
+        Ok(())
     }
 
-    fn send_gathered(&mut self, more: bool) -> Result<(), SendError> {
-        let gathered = std::mem::take(&mut self.gathered);
-        let outcome = self.bytes(&gathered, more, None);
-        self.gathered = gathered;
-        self.gathered.clear();
-        outcome
+    /// Sends what is gathered, if the files below still are what they were.
+    fn flush(&mut self, answer: &Answer<'_>, more: bool) -> Result<(), SendError> {
+        if answer.guarded || !more {
+            (answer.check)().map_err(|file| SendError::Changed { file })?;
+        }
+        self.started = true;
+        self.bytes(&self.buffer[..self.filled], more, None)?;
+        self.filled = 0;
+        Ok(())
     }
 
-    fn file(
+    /// Sends from a file, and says how many bytes went: fewer where the file does not support it.
+    fn sendfile(
         &mut self,
         file: u32,
         handle: &File,
         offset: u64,
         bytes: u64,
-        more: bool,
-    ) -> Result<(), SendError> {
-        let mut at = offset;
-        let end = offset + bytes;
-        while at < end && self.transfer == Transfer::Sendfile {
-            let count = (end - at).min(SENDFILE_MAX_BYTES) as usize;
+    ) -> Result<u64, SendError> {
+        let mut sent = 0;
+        while sent < bytes {
+            let count = (bytes - sent).min(SENDFILE_MAX_BYTES) as usize;
+            let at = offset + sent;
             // The kernel moves the offset; what it reports as sent is what counts.
             let mut position = at;
             match rustix::fs::sendfile(self.stream, handle, Some(&mut position), count) {
                 Ok(0) => return Err(SendError::Truncated { file, offset: at }),
-                Ok(n) => at += n as u64,
+                Ok(n) => sent += n as u64,
                 Err(Errno::AGAIN) => self.wait_for_room(None)?,
                 Err(Errno::INTR) => {}
                 Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
                     tracing::debug!("sendfile is not supported for this file: copying");
                     self.transfer = Transfer::Copy;
+                    break;
                 }
-                Err(e @ (Errno::PIPE | Errno::CONNRESET | Errno::TIMEDOUT | Errno::NOTCONN)) => {
-                    return Err(SendError::Gone(e.into()));
-                }
-                Err(e) => {
-                    return Err(SendError::Unreadable {
-                        file,
-                        source: e.into(),
-                    });
-                }
+                // The file or the socket: a file that can be read there is not to blame.
+                Err(e) => match handle.read_exact_at(&mut [0], at) {
+                    Ok(()) => return Err(SendError::Gone(e.into())),
+                    Err(source) => {
+                        return Err(SendError::Unreadable {
+                            file,
+                            offset: at,
+                            bytes: bytes - sent,
+                            source,
+                        });
+                    }
+                },
             }
         }
-        while at < end {
-            let n = (end - at).min(COPY_BYTES as u64);
-            self.copy.resize(COPY_BYTES, 0);
-            let mut copy = std::mem::take(&mut self.copy);
-            let outcome = read_exact(file, handle, at, &mut copy[..n as usize])
-                .and_then(|()| self.bytes(&copy[..n as usize], more || at + n < end, None));
-            self.copy = copy;
-            outcome?;
-            at += n;
-        }
-        Ok(())
+        Ok(sent)
     }
 
     fn wait_for_room(&self, deadline: Option<Instant>) -> Result<(), SendError> {
@@ -210,11 +262,22 @@ impl<'a> Sender<'a> {
 }
 
 fn read_exact(file: u32, handle: &File, offset: u64, into: &mut [u8]) -> Result<(), SendError> {
-    match handle.read_exact_at(into, offset) {
-        Ok(()) => Ok(()),
-        Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
-            Err(SendError::Truncated { file, offset })
+    let mut done = 0;
+    while done < into.len() {
+        let at = offset + done as u64;
+        match handle.read_at(&mut into[done..], at) {
+            Ok(0) => return Err(SendError::Truncated { file, offset: at }),
+            Ok(n) => done += n,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(source) => {
+                return Err(SendError::Unreadable {
+                    file,
+                    offset: at,
+                    bytes: (into.len() - done) as u64,
+                    source,
+                });
+            }
         }
-        Err(source) => Err(SendError::Unreadable { file, source }),
     }
+    Ok(())
 }

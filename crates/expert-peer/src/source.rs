@@ -81,8 +81,8 @@ pub trait Source: Send + Sync + 'static {
     fn file(&self, index: u32) -> Option<&File>;
     /// Its path, for people.
     fn file_path(&self, index: u32) -> Option<&Path>;
-    /// Says how an open file differs now from what it was when the store was opened, `None` where
-    /// it does not; one `fstat`.
+    /// Says how an open file differs now from what it was when this process opened it (size, times
+    /// of content and of attributes), `None` where it does not; one `fstat`.
     fn file_change(&self, index: u32) -> Option<String>;
     /// Files that changed since the store was opened, and how: every file, by path too.
     fn changed_files(&self) -> Vec<(usize, String)>;

@@ -23,7 +23,7 @@ pub struct PeerStats {
     pub requests: u64,
     /// Record bytes of answers that were sent whole.
     pub payload_bytes_sent: u64,
-    /// Answers that were broken off because a file ended early or could not be read.
+    /// Answers that were broken off because a file changed, ended early or could not be read.
     pub replies_broken_off: u64,
     /// Error frames by code; codes that did not occur are left out.
     pub errors: Vec<(ErrorCode, u64)>,

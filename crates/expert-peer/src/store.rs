@@ -4,7 +4,6 @@ use std::fs::File;
 use std::path::Path;
 
 use expert_store::codec::Sections;
-use expert_store::stamp::FileStamp;
 use expert_store::{Piece, Store, StoreError};
 use expert_wire::message::ErrorCode;
 use expert_wire::{Key, v1};
@@ -51,12 +50,9 @@ impl Source for Store {
     }
 
     fn file_change(&self, index: u32) -> Option<String> {
-        let Some(file) = self.files().get(index as usize) else {
-            return Some("the store has no such file".into());
-        };
-        match file.file.metadata() {
-            Ok(now) => file.stamp.content_change(&FileStamp::of(&now)),
-            Err(e) => Some(format!("its state cannot be read: {e}")),
+        match self.files().get(index as usize) {
+            Some(file) => file.changed_now(),
+            None => Some("the store has no such file".into()),
         }
     }
 

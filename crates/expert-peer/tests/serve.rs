@@ -300,6 +300,41 @@ fn half_a_request_ends_at_the_deadline_and_an_idle_client_stays() {
 }
 
 #[test]
+fn pings_in_two_pieces_leave_the_client_all_the_time_it_wants() {
+    let source = Arc::new(TempSource::contiguous(9, 4096));
+    let peer = start(&source);
+    let (mut client, welcome) = Client::v2(peer.local_addr());
+    let mut ping = Vec::new();
+    expert_wire::frame::push_frame(&mut ping, FrameKind::Ping, 5, b"hello");
+    let (first, rest) = ping.split_at(7);
+    let pause = Duration::from_millis(100);
+    let pong = |client: &mut Client| {
+        let (header, payload) = client.frame().expect("a pong");
+        assert_eq!(
+            (header.kind, &payload[..]),
+            (FrameKind::Pong, &b"hello"[..])
+        );
+    };
+    // Idle after one.
+    client.stream.write_all(first).unwrap();
+    std::thread::sleep(pause);
+    client.stream.write_all(rest).unwrap();
+    pong(&mut client);
+    std::thread::sleep(Duration::from_millis(600));
+    // Never without half of the next one, for longer than the time-out of a frame.
+    client.stream.write_all(first).unwrap();
+    for _ in 0..7 {
+        std::thread::sleep(pause);
+        client.stream.write_all(&[rest, first].concat()).unwrap();
+        pong(&mut client);
+    }
+    client.stream.write_all(rest).unwrap();
+    pong(&mut client);
+    let read = request(Key::new(0, 0), welcome.epoch, 0, 9);
+    assert!(client.fetch(read).is_ok());
+}
+
+#[test]
 fn reader_that_stops_reading_is_cut_after_the_send_timeout() {
     let source = Arc::new(TempSource::contiguous(10, 8 << 20));
     let peer = start(&source);

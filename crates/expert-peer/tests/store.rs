@@ -2,9 +2,12 @@
 
 mod common;
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
+use std::time::Duration;
 
-use common::{Client, request};
+use common::{Client, request, until};
 use expert_peer::{Peer, PeerConfig, Source};
 use expert_store::codec::decode_layer;
 use expert_store::info::StoreInfo;
@@ -82,4 +85,61 @@ fn checkpoints_are_served_byte_for_byte_with_their_catalogue() {
             assert_eq!(refused.unwrap_err().code, code);
         }
     }
+}
+
+/// A small checkpoint, open, and a place in one of its files.
+fn open_small(dir: &std::path::Path) -> Arc<Store> {
+    let path = dir.join("checkpoint");
+    let spec = SynthSpec {
+        family: "nvfp4-ct".into(),
+        layers: Some(1),
+        experts: Some(2),
+        hidden: Some(512),
+        inter: Some(256),
+        ..Default::default()
+    };
+    synth(&spec, &path).unwrap();
+    Arc::new(Store::open(&path, &OpenOptions::default()).unwrap())
+}
+
+/// Changes a byte and sets size and modification time as they were.
+fn change_byte_and_restore_times(path: &std::path::Path) {
+    std::thread::sleep(Duration::from_millis(20)); // a coarse clock's tick
+    let file = File::options().read(true).write(true).open(path).unwrap();
+    let mtime = file.metadata().unwrap().modified().unwrap();
+    let at = file.metadata().unwrap().len() - 1;
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[!byte[0]], at).unwrap();
+    file.set_modified(mtime).unwrap();
+}
+
+#[test]
+fn change_whose_modification_time_was_set_back_is_noticed_by_the_next_answer() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open_small(dir.path());
+    let mut config = PeerConfig::new(store.clone());
+    config.listen = vec!["127.0.0.1:0".into()];
+    config.restat_interval = Duration::from_secs(3600);
+    let peer = Peer::start(config).unwrap();
+    let (mut client, welcome) = Client::v2(peer.local_addr());
+    let read = request(Key::new(0, 0), welcome.epoch, 0, 4096);
+    assert!(client.fetch(read).is_ok());
+    for file in store.files() {
+        change_byte_and_restore_times(&file.path);
+    }
+    let error = client.fetch(read).unwrap_err();
+    assert_eq!(error.code, ErrorCode::StoreUnreadable);
+}
+
+#[test]
+fn change_whose_modification_time_was_set_back_is_noticed_by_the_watcher() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open_small(dir.path());
+    let mut config = PeerConfig::new(store.clone());
+    config.listen = vec!["127.0.0.1:0".into()];
+    config.restat_interval = Duration::from_millis(30);
+    let peer = Peer::start(config).unwrap();
+    change_byte_and_restore_times(&store.files()[0].path);
+    until("the change is counted", || peer.stats().store_changes == 1);
 }

@@ -106,6 +106,9 @@ impl FrameHeader {
 
     /// Reads a header and checks kind, reserved field and `payload_bytes <= max_bytes`.
     ///
+    /// DATA has a limit of its own, [`limits::READ_MAX_BYTES`], whatever `max_bytes` is: its payload
+    /// goes to memory that is there already. A side that expects no DATA refuses the kind.
+    ///
     /// *Errors*: [`WireError::Unexpected`] for a kind that is unknown or a reserved field that is
     /// not zero, [`WireError::TooLarge`]; the connection has no frame boundary any more after
     /// either, so hang up.

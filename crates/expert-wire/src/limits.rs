@@ -10,7 +10,8 @@ pub const FRAME_MAX_BYTES: u32 = 16 << 20;
 pub const REQUEST_MAX_BYTES: u32 = 64 << 10;
 /// Largest number of bytes that one READ request may ask for.
 pub const READ_MAX_BYTES: u32 = 16 << 20;
-/// READ requests that a client may have outstanding on one stream; the server may hang up on more.
+/// READ requests that a client should have outstanding on one stream at most. The server does not
+/// count them: it answers one after the other, and those that it has not taken wait in the socket.
 pub const READS_PER_STREAM_MAX: u32 = 1024;
 /// Streams that one client may open.
 pub const STREAMS_MAX: u32 = 64;

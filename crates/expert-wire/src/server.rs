@@ -130,6 +130,7 @@ pub struct ServerSession {
     start: usize,
     end: usize,
     output: Vec<u8>,
+    messages: u64,
 }
 
 /// The first message to a connection that is refused at once, e.g. for `busy`.
@@ -159,6 +160,7 @@ impl ServerSession {
             start: 0,
             end: 0,
             output: greeting.encode(),
+            messages: 0,
         }
     }
 
@@ -201,6 +203,12 @@ impl ServerSession {
     /// Bytes of a message that has not arrived whole.
     pub fn partial_bytes(&self) -> usize {
         self.end - self.start
+    }
+
+    /// Messages that have arrived whole, pings and others without an event among them: a driver
+    /// measures by it how long one has been arriving.
+    pub fn messages(&self) -> u64 {
+        self.messages
     }
 
     /// Bytes of memory that the input takes.
@@ -378,6 +386,7 @@ impl ServerSession {
     fn take_array<const N: usize>(&mut self) -> Option<[u8; N]> {
         let array = *self.input[self.start..self.end].first_chunk()?;
         self.start += N;
+        self.messages += 1;
         Some(array)
     }
 
@@ -423,6 +432,7 @@ impl ServerSession {
         }
         let payload = (self.start + HEADER_BYTES, self.start + frame_bytes);
         self.start = payload.1;
+        self.messages += 1;
         Ok(Some((header, payload)))
     }
 

@@ -5,8 +5,8 @@ use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use expert_peer::{FilePiece, Peer, PeerConfig, Source, SourceError};
@@ -36,8 +36,13 @@ pub struct TempSource {
     manifest: Option<Manifest>,
     pub generation: u64,
     pub info_bytes: usize,
+    pub content_id: Option<u128>,
     /// `file_change` sees nothing, as where a file was replaced by another of the same name.
     pub blind: AtomicBool,
+    /// Calls of `file_change`.
+    pub looks: AtomicU64,
+    /// Happens once, when bytes of a file are about to be read.
+    pub before_read: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
 fn noise(seed: u64, bytes: usize) -> Vec<u8> {
@@ -116,6 +121,24 @@ impl TempSource {
         source
     }
 
+    /// As [`Self::contiguous`], but the last `bad_bytes` of each record of layer 0 cannot be read
+    /// (no file has that offset: `pread` fails with `EINVAL`, as it does with `EIO` from a disk).
+    pub fn failing(seed: u64, record_bytes: u64, bad_bytes: u64) -> Self {
+        let mut source = Self::contiguous(seed, record_bytes);
+        for record in &mut source.records[..EXPERTS as usize] {
+            let Some(FilePiece::File { bytes, .. }) = record.first_mut() else {
+                panic!("a record is one piece");
+            };
+            *bytes -= bad_bytes;
+            record.push(FilePiece::File {
+                file: 0,
+                offset: 1 << 63,
+                bytes: bad_bytes,
+            });
+        }
+        source
+    }
+
     fn from_parts(contents: Vec<Vec<u8>>, records: Vec<Vec<FilePiece>>) -> Self {
         let dir = TempDir::new().unwrap();
         let mut source = Self {
@@ -127,7 +150,10 @@ impl TempSource {
             manifest: None,
             generation: 1,
             info_bytes: 300,
+            content_id: Some(0x1234),
             blind: AtomicBool::new(false),
+            looks: AtomicU64::new(0),
+            before_read: Mutex::new(None),
             dir,
         };
         for (i, content) in source.contents.iter().enumerate() {
@@ -178,7 +204,7 @@ impl Source for TempSource {
         self.generation
     }
     fn content_id(&self) -> Option<u128> {
-        Some(0x1234)
+        self.content_id
     }
     fn layout_id(&self) -> u128 {
         0x5678
@@ -199,12 +225,16 @@ impl Source for TempSource {
         self.files.len()
     }
     fn file(&self, index: u32) -> Option<&File> {
+        if let Some(happen) = self.before_read.lock().unwrap().take() {
+            happen();
+        }
         self.files.get(index as usize)
     }
     fn file_path(&self, index: u32) -> Option<&Path> {
         self.paths.get(index as usize).map(PathBuf::as_path)
     }
     fn file_change(&self, index: u32) -> Option<String> {
+        self.looks.fetch_add(1, Ordering::SeqCst);
         if self.blind.load(Ordering::SeqCst) {
             return None;
         }
