@@ -17,6 +17,7 @@ pub mod output;
 pub mod pack;
 pub mod report;
 pub mod signals;
+pub mod sim;
 pub mod synth;
 pub mod unpack;
 pub mod verify;
@@ -44,6 +45,7 @@ enum Command {
     Extract(extract::Args),
     Fetch(fetch::Args),
     Synth(synth::Args),
+    Sim(sim::Args),
 }
 
 /// An error of the person at the keyboard: exit code 2.
@@ -84,6 +86,7 @@ pub fn main() -> ExitCode {
         Command::Extract(args) => extract::run(&args),
         Command::Fetch(args) => fetch::run(&args),
         Command::Synth(args) => synth::run(&args),
+        Command::Sim(args) => sim::run(&args),
     };
     match result {
         Ok(code) => code,

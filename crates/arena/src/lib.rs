@@ -28,6 +28,7 @@
 //! | `landing`, `range`, `range_io` | images that arrive |
 //! | `lease`, `fence` | images that are read |
 //! | `ids`, `error`, `report`, `stats` | names, errors, what people see |
+//! | `detached` | a write that breaks the rules, for the simulation's negative controls |
 //!
 //! **Not here:** tensors, networks, registration with a device, and the choice of what to evict.
 //!
@@ -45,6 +46,7 @@
 
 mod arena;
 mod builder;
+mod detached;
 mod error;
 mod fence;
 mod foreign;
@@ -64,6 +66,8 @@ mod system;
 
 pub use arena::ExpertArena;
 pub use builder::ArenaBuilder;
+#[doc(hidden)]
+pub use detached::DetachedWriter;
 pub use error::{ArenaError, CommitError};
 pub use fence::{Fence, ReapReport};
 pub use foreign::ForeignMemory;

@@ -90,7 +90,9 @@ impl Deadline {
     pub fn for_bytes(&self, bytes: u64) -> Duration {
         match self.floor_bytes_per_s {
             0 => self.base,
-            rate => self.base + Duration::from_millis(bytes.saturating_mul(1000) / rate),
+            rate => self
+                .base
+                .saturating_add(Duration::from_millis(bytes.saturating_mul(1000) / rate)),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use expert_wire::client::{Outcome, Protocol};
@@ -10,6 +10,7 @@ use expert_wire::frame::{self, FrameHeader, FrameKind};
 use expert_wire::limits;
 use expert_wire::message::{ErrorCode, ErrorFrame, Role, Welcome};
 
+use crate::engine::later;
 use crate::error::TierError;
 use crate::rail::ContentTag;
 use crate::rails::socket;
@@ -47,23 +48,16 @@ impl Control {
 
     /// What the peer served when it was last asked; `None` while there is no connection.
     pub(crate) fn content(&self) -> Option<ContentTag> {
-        let connection = self
-            .connection
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        connection.as_ref().map(|c| ContentTag::of(&c.welcome))
+        self.slot().as_ref().map(|c| ContentTag::of(&c.welcome))
     }
 
-    /// Who the peer is now; `Err(Ok(manifest))` where it speaks v1 only.
+    /// Who the peer is now, and which protocol it speaks.
     pub(crate) fn hello(&self, protocol: Protocol, limit: Instant) -> Result<Outcome, TierError> {
-        let limit = limit.min(Instant::now() + self.connect_timeout);
+        let limit = limit.min(later(Instant::now(), self.connect_timeout));
         let (stream, outcome) =
             socket::connect(&self.addr, self.client_id, Role::Control, protocol, limit)?;
         if let Outcome::V2(welcome) = outcome {
-            *self
-                .connection
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner) = Some(Connection {
+            self.keep(Connection {
                 stream,
                 welcome,
                 next_id: 1,
@@ -80,22 +74,22 @@ impl Control {
         answer: FrameKind,
         limit: Instant,
     ) -> Result<(Vec<u8>, Welcome), TierError> {
-        let mut slot = self
-            .connection
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        // A connection that lay idle may have died with the peer: then one new one is made.
-        if let Some(connection) = slot.as_mut() {
+        // Taken out, so that nobody waits for another's question; a second asker gets a connection
+        // of its own. One that lay idle may have died with the peer: then a new one is made.
+        let idle = self.slot().take();
+        if let Some(mut connection) = idle {
             match connection.ask(kind, payload, answer, limit) {
-                Ok(bytes) => return Ok((bytes, connection.welcome)),
-                Err(AskError::Refused(frame)) => return Err(self.refused(&frame)),
+                Ok(bytes) => return Ok((bytes, self.keep(connection))),
+                Err(AskError::Refused(frame)) => {
+                    self.keep(connection);
+                    return Err(self.refused(&frame));
+                }
                 Err(AskError::Broken(why)) => {
                     tracing::debug!(addr = %self.addr, "control connection broke: {why}");
-                    *slot = None;
                 }
             }
         }
-        let connect_limit = limit.min(Instant::now() + self.connect_timeout);
+        let connect_limit = limit.min(later(Instant::now(), self.connect_timeout));
         let (stream, outcome) = socket::connect(
             &self.addr,
             self.client_id,
@@ -112,13 +106,9 @@ impl Control {
             next_id: 1,
         };
         match connection.ask(kind, payload, answer, limit) {
-            Ok(bytes) => {
-                let welcome = connection.welcome;
-                *slot = Some(connection);
-                Ok((bytes, welcome))
-            }
+            Ok(bytes) => Ok((bytes, self.keep(connection))),
             Err(AskError::Refused(frame)) => {
-                *slot = Some(connection);
+                self.keep(connection);
                 Err(self.refused(&frame))
             }
             Err(AskError::Broken(why)) => Err(TierError::Connect {
@@ -128,7 +118,26 @@ impl Control {
         }
     }
 
+    fn slot(&self) -> MutexGuard<'_, Option<Connection>> {
+        self.connection
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps a connection for the next question; says who was asked.
+    fn keep(&self, connection: Connection) -> Welcome {
+        let welcome = connection.welcome;
+        *self.slot() = Some(connection);
+        welcome
+    }
+
     fn refused(&self, frame: &ErrorFrame) -> TierError {
+        if frame.retryable {
+            return TierError::Connect {
+                addr: self.addr.clone(),
+                why: format!("{} ({:?})", frame.message, frame.code),
+            };
+        }
         TierError::Catalogue {
             addr: self.addr.clone(),
             why: format!("{} ({:?})", frame.message, frame.code),
@@ -153,7 +162,7 @@ impl Connection {
         self.next_id += 1;
         let mut out = Vec::new();
         frame::push_frame(&mut out, kind, id, payload);
-        self.write(&out)?;
+        self.write(&out, limit)?;
         for _ in 0..STRAY_FRAMES_MAX {
             let mut header = [0; frame::HEADER_BYTES];
             self.read(&mut header, limit)?;
@@ -182,7 +191,7 @@ impl Connection {
                 FrameKind::Ping if bytes.len() <= 64 => {
                     let mut pong = Vec::new();
                     frame::push_frame(&mut pong, FrameKind::Pong, header.id, &bytes);
-                    self.write(&pong)?;
+                    self.write(&pong, limit)?;
                 }
                 FrameKind::Pong => {}
                 FrameKind::Goodbye => return Err(AskError::Broken("the peer said goodbye".into())),
@@ -196,9 +205,14 @@ impl Connection {
         ))
     }
 
-    fn write(&mut self, bytes: &[u8]) -> Result<(), AskError> {
+    fn write(&mut self, bytes: &[u8], limit: Instant) -> Result<(), AskError> {
+        let left = limit.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(AskError::Broken("no time left to ask".into()));
+        }
         self.stream
-            .write_all(bytes)
+            .set_write_timeout(Some(left))
+            .and_then(|()| self.stream.write_all(bytes))
             .map_err(|e| AskError::Broken(e.to_string()))
     }
 

@@ -1,16 +1,17 @@
 //! What all tiers share: from keys and slots to orders, from finished requests to records.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-use expert_arena::{ExpertArena, SlotId};
+use expert_arena::{ArenaError, ExpertArena, SlotId, SlotState};
 use expert_store::info::StoreInfo;
 use expert_wire::Key;
 
 use crate::config::{Deadline, Verify};
 use crate::driver::{Driver, Outcome, Ticket};
-use crate::engine::{Committed, Failure, Order};
+use crate::engine::{Committed, Failure, Order, later};
 use crate::error::TierError;
 use crate::rail::ContentTag;
 use crate::record::Record;
@@ -22,7 +23,8 @@ use crate::view::View;
 const GRACE: Duration = Duration::from_secs(2);
 
 /// Gets the view of what the rails fetch now.
-pub(crate) type Refresh = Box<dyn Fn(Instant) -> Result<View, TierError> + Send + Sync>;
+/// Given what they serve and until when to try.
+pub(crate) type Refresh = Box<dyn Fn(ContentTag, Instant) -> Result<View, TierError> + Send + Sync>;
 
 /// See the module. *Field order is drop order*: the driver, and with it the rails, before the arena.
 pub(crate) struct Core {
@@ -32,6 +34,8 @@ pub(crate) struct Core {
     verify: Verify,
     seen: Mutex<Seen>,
     deadline: Deadline,
+    /// Bytes of batches under way: they are ahead of a new one in the queue.
+    inflight_bytes: AtomicU64,
     arena: Arc<ExpertArena>,
 }
 
@@ -51,6 +55,7 @@ impl Core {
             verify,
             seen: Mutex::default(),
             deadline,
+            inflight_bytes: AtomicU64::new(0),
             arena,
         }
     }
@@ -83,7 +88,12 @@ impl Core {
         let view = self.view();
         match self.driver.content() {
             Some(content) if content != view.tag => {
-                let fresh = Arc::new((self.refresh)(limit)?);
+                let fresh = Arc::new((self.refresh)(content, limit)?);
+                if view.has_checksums && !fresh.has_checksums {
+                    tracing::warn!(
+                        "the store was replaced by one without checksums: bytes are not verified from now on"
+                    );
+                }
                 *self.view.write().unwrap_or_else(PoisonError::into_inner) = fresh.clone();
                 Ok(fresh)
             }
@@ -97,79 +107,103 @@ impl Core {
         time: Option<Duration>,
     ) -> Result<Pending<'_>, TierError> {
         let start = Instant::now();
-        let patience = time.unwrap_or(self.deadline.base);
-        let view = self.current_view(start + patience)?;
+        let patience = later(start, time.unwrap_or(self.deadline.base));
+        let view = self.current_view(patience)?;
         let verify = self.verify != Verify::Off && view.has_checksums;
-        let mut orders = Vec::with_capacity(batch.len());
+        let run = self.driver.run();
+        // All that can be refused is refused before the first slot is touched.
         let mut members = Vec::with_capacity(batch.len());
         let mut bytes = 0;
         for &(key, slot) in batch {
-            let (layer, position) = view.find(key, start + patience)?;
-            let image_bytes = layer.class(position).image_bytes;
-            bytes += image_bytes;
-            let have = self.arena.slot_bytes(slot.slab) as u64;
-            // A slab that does not exist is the arena's to report.
-            if image_bytes > have && have > 0 {
-                return Err(TierError::SlotTooSmall {
-                    key,
-                    slot,
-                    need: image_bytes,
-                    have,
-                });
-            }
-            let landing = self.arena.begin_landing(slot, image_bytes as usize)?;
-            orders.push(Order {
-                key,
-                position,
-                layer: layer.clone(),
-                content: view.tag,
-                landing,
-                verify: verify && self.must_verify(view.tag, key),
-            });
+            let (layer, position) = view.find(key, patience)?;
+            let need = layer.class(position).image_bytes;
+            bytes += need;
+            self.check_slot(key, slot, need)?;
             members.push((key, layer, position));
         }
-        let allowed = time.unwrap_or_else(|| self.deadline.for_bytes(bytes));
-        let deadline = start + allowed;
+        let mut orders = Vec::with_capacity(batch.len());
+        for (&(key, slot), (_, layer, position)) in batch.iter().zip(&members) {
+            let image_bytes = layer.class(*position).image_bytes;
+            orders.push(Order {
+                key,
+                position: *position,
+                layer: layer.clone(),
+                content: view.tag,
+                landing: self.arena.begin_landing(slot, image_bytes as usize)?,
+                verify: verify && self.must_verify((view.tag, run), key),
+            });
+        }
+        let ahead = self.inflight_bytes.fetch_add(bytes, Ordering::Relaxed);
+        let allowed = time.unwrap_or_else(|| self.deadline.for_bytes(ahead.saturating_add(bytes)));
+        let deadline = later(start, allowed);
         Ok(Pending {
             ticket: self.driver.submit(orders, deadline),
             core: self,
             members,
-            tag: view.tag,
+            content: (view.tag, run),
+            bytes,
             deadline,
             allowed,
         })
     }
 
-    fn must_verify(&self, tag: ContentTag, key: Key) -> bool {
+    fn check_slot(&self, key: Key, slot: SlotId, need: u64) -> Result<(), TierError> {
+        let Some(state) = self.arena.slot_state(slot) else {
+            return Ok(()); // the arena names what is wrong with it
+        };
+        let have = self.arena.slot_bytes(slot.slab) as u64;
+        if need > have {
+            return Err(TierError::SlotTooSmall {
+                key,
+                slot,
+                need,
+                have,
+            });
+        }
+        match state {
+            SlotState::Free | SlotState::Committed => Ok(()),
+            state => Err(TierError::Arena(ArenaError::SlotBusy {
+                slot,
+                state,
+                readers: 0,
+            })),
+        }
+    }
+
+    fn must_verify(&self, content: Run, key: Key) -> bool {
         self.verify != Verify::First
             || !self
                 .seen
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
-                .contains(tag, key)
+                .contains(content, key)
     }
 
-    fn note_verified(&self, tag: ContentTag, key: Key) {
+    fn note_verified(&self, content: Run, key: Key) {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.insert(tag, key);
+        seen.insert(content, key);
     }
 }
+
+/// A content and the run of the rails that serves it: after a reconnect the same id may stand for
+/// bytes that went bad meanwhile.
+type Run = (ContentTag, u64);
 
 /// Records compared once, for [`Verify::First`]: a bit per expert of each layer of one content.
 #[derive(Debug, Default)]
 struct Seen {
-    content: Option<ContentTag>,
+    content: Option<Run>,
     layers: HashMap<u32, Vec<u64>>,
 }
 
 impl Seen {
-    fn contains(&self, content: ContentTag, key: Key) -> bool {
+    fn contains(&self, content: Run, key: Key) -> bool {
         let bits = self.layers.get(&key.layer);
         let word = bits.and_then(|bits| bits.get(key.expert as usize / 64));
         self.content == Some(content) && word.is_some_and(|w| w >> (key.expert % 64) & 1 == 1)
     }
 
-    fn insert(&mut self, content: ContentTag, key: Key) {
+    fn insert(&mut self, content: Run, key: Key) {
         if self.content != Some(content) {
             self.layers.clear();
             self.content = Some(content);
@@ -188,9 +222,18 @@ pub struct Pending<'a> {
     core: &'a Core,
     ticket: Ticket,
     members: Vec<(Key, Arc<expert_store::Layer>, usize)>,
-    tag: ContentTag,
+    content: Run,
+    bytes: u64,
     deadline: Instant,
     allowed: Duration,
+}
+
+impl Drop for Pending<'_> {
+    fn drop(&mut self) {
+        self.core
+            .inflight_bytes
+            .fetch_sub(self.bytes, Ordering::Relaxed);
+    }
 }
 
 /// What became of each record of a batch, in its order, and where the time went.
@@ -207,7 +250,8 @@ impl Pending<'_> {
         self.ticket.cancel();
     }
 
-    /// Waits for the end, at the latest at the deadline.
+    /// Waits for the end: the deadline, and two seconds more where the machine does not run the
+    /// driver.
     ///
     /// *Errors*: [`TierError::Backpressure`] when it was not admitted, [`TierError::ShutDown`].
     /// What befell single records is in the list.
@@ -240,7 +284,7 @@ impl Pending<'_> {
         match result {
             Ok(committed) => {
                 if committed.verified && self.core.verify == Verify::First {
-                    self.core.note_verified(self.tag, key);
+                    self.core.note_verified(self.content, key);
                 }
                 Ok(Record {
                     key,

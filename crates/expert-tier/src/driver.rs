@@ -38,13 +38,24 @@ pub(crate) enum Outcome {
 }
 
 struct Shared {
-    outcome: Mutex<Option<Outcome>>,
+    progress: Mutex<Progress>,
     done: Condvar,
 }
 
+enum Progress {
+    UnderWay,
+    Ended(Outcome),
+    Taken,
+}
+
 impl Shared {
+    /// The first end counts.
     fn resolve(&self, outcome: Outcome) {
-        *lock(&self.outcome) = Some(outcome);
+        let mut progress = lock(&self.progress);
+        if matches!(*progress, Progress::UnderWay) {
+            *progress = Progress::Ended(outcome);
+        }
+        drop(progress);
         self.done.notify_all();
     }
 }
@@ -60,19 +71,22 @@ impl Ticket {
     /// against a driver that does not run.
     pub(crate) fn wait(&self, until_then: Instant, grace: Duration) -> Outcome {
         let limit = until_then + grace;
-        let mut outcome = lock(&self.shared.outcome);
+        let mut progress = lock(&self.shared.progress);
         loop {
-            if let Some(outcome) = outcome.take() {
-                return outcome;
+            if !matches!(*progress, Progress::UnderWay) {
+                return match std::mem::replace(&mut *progress, Progress::Taken) {
+                    Progress::Ended(outcome) => outcome,
+                    _ => Outcome::ShutDown,
+                };
             }
             let now = Instant::now();
             if now >= limit {
                 return Outcome::ShutDown;
             }
-            outcome = self
+            progress = self
                 .shared
                 .done
-                .wait_timeout(outcome, until(now, limit))
+                .wait_timeout(progress, until(now, limit))
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
@@ -80,7 +94,7 @@ impl Ticket {
 
     /// Whether the end has come.
     pub(crate) fn is_done(&self) -> bool {
-        lock(&self.shared.outcome).is_some()
+        !matches!(*lock(&self.shared.progress), Progress::UnderWay)
     }
 
     /// Gives the request up; [`Ticket::wait`] then returns soon.
@@ -92,7 +106,7 @@ impl Ticket {
 impl Drop for Ticket {
     /// Nobody waits any more: the request is given up, its slots return when the rails are done.
     fn drop(&mut self) {
-        if lock(&self.shared.outcome).is_none() {
+        if !self.is_done() {
             self.cancel();
         }
     }
@@ -110,6 +124,8 @@ struct Snapshot {
     stats: TierStats,
     healthy: bool,
     content: Option<ContentTag>,
+    /// Grows with every change of a rail's state or content.
+    run: u64,
     rails: String,
     stopped: bool,
 }
@@ -118,6 +134,15 @@ impl Control {
     fn push(&self, command: Command) {
         lock(&self.commands).push_back(command);
         self.notifier.notify();
+    }
+
+    fn refuse_commands(&self) {
+        let rest: Vec<Command> = lock(&self.commands).drain(..).collect();
+        for command in rest {
+            if let Command::Submit { ticket, .. } = command {
+                ticket.resolve(Outcome::ShutDown);
+            }
+        }
     }
 }
 
@@ -151,6 +176,7 @@ impl Driver {
                 stats: engine.stats(),
                 healthy: false,
                 content: None,
+                run: 0,
                 rails: engine.describe_rails(),
                 stopped: false,
             }),
@@ -186,7 +212,7 @@ impl Driver {
     /// Hands a request over; never blocks.
     pub(crate) fn submit(&self, orders: Vec<Order>, deadline: Instant) -> Ticket {
         let shared = Arc::new(Shared {
-            outcome: Mutex::new(None),
+            progress: Mutex::new(Progress::UnderWay),
             done: Condvar::new(),
         });
         self.control.push(Command::Submit {
@@ -194,6 +220,10 @@ impl Driver {
             deadline,
             ticket: shared.clone(),
         });
+        // Nobody takes commands any more: also where the driver ended just now.
+        if lock(&self.control.snapshot).stopped {
+            self.control.refuse_commands();
+        }
         Ticket {
             shared,
             control: self.control.clone(),
@@ -226,6 +256,11 @@ impl Driver {
 
     pub(crate) fn stats(&self) -> TierStats {
         lock(&self.control.snapshot).stats.clone()
+    }
+
+    /// Grows with every change of a rail's state or content.
+    pub(crate) fn run(&self) -> u64 {
+        lock(&self.control.snapshot).run
     }
 
     /// Content of the first rail that works, or that worked last.
@@ -379,15 +414,17 @@ impl Run {
                 Ok(()) => busy = true,
                 Err(read) => {
                     refusals += 1;
-                    self.engine.handle_post_refused(now, rail, *read);
+                    self.engine.handle_post_refused(rail, *read);
                 }
             }
         }
-        while let Some(finished) = self.engine.poll_finished() {
+        if self.engine.has_finished() {
             busy = true;
+            // The holders may read the statistics as soon as they are woken.
+            self.publish();
+        }
+        while let Some(finished) = self.engine.poll_finished() {
             if let Some(ticket) = self.tickets.remove(&finished.request) {
-                // The holder may read the statistics as soon as it is woken.
-                self.publish();
                 ticket.resolve(Outcome::Finished(finished));
             }
         }
@@ -400,6 +437,7 @@ impl Run {
         snapshot.stats = self.engine.stats();
         snapshot.healthy = self.engine.is_healthy();
         snapshot.content = self.engine.content();
+        snapshot.run = self.engine.rails_revision();
         snapshot.rails = self.engine.describe_rails();
         drop(snapshot);
         self.control.changed.notify_all();
@@ -418,19 +456,20 @@ impl Run {
             self.control.notifier.prepare();
             self.control.notifier.wait(Some(Duration::from_millis(5)));
         }
-        for (_, ticket) in self.tickets.drain() {
-            ticket.resolve(Outcome::ShutDown);
-        }
-        let rest: Vec<Command> = lock(&self.control.commands).drain(..).collect();
-        for command in rest {
-            if let Command::Submit { ticket, .. } = command {
-                ticket.resolve(Outcome::ShutDown);
-            }
-        }
+    }
+}
+
+impl Drop for Run {
+    /// The end, by a panic, too: nobody waits for a driver that is gone.
+    fn drop(&mut self) {
         let mut snapshot = lock(&self.control.snapshot);
         snapshot.healthy = false;
         snapshot.stopped = true;
         drop(snapshot);
+        for (_, ticket) in self.tickets.drain() {
+            ticket.resolve(Outcome::ShutDown);
+        }
+        self.control.refuse_commands();
         self.control.changed.notify_all();
     }
 }

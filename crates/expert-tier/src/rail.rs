@@ -214,6 +214,8 @@ pub enum RailEvent {
     Ready(ContentTag),
     /// A probe failed.
     ProbeFailed(String),
+    /// A part of the rail stands still although READs are posted on it.
+    Stalled(String),
     /// The rail noticed that it is broken; READs still posted come back as `Flushed`.
     Down(String),
 }

@@ -13,9 +13,10 @@ use crate::config::{Deadline, EngineConfig, Verify};
 use crate::control::Control;
 use crate::core::{Core, Pending};
 use crate::driver::Driver;
+use crate::engine::later;
 use crate::error::TierError;
 use crate::notify::Notifier;
-use crate::rail::Rail;
+use crate::rail::{ContentTag, Rail};
 use crate::rails::local::LocalRail;
 use crate::rails::socket;
 use crate::rails::tcp::{TcpConfig, TcpRail, v1_tag};
@@ -164,7 +165,7 @@ impl TierBuilder {
 
     /// Asks a peer what it serves, without an arena: for sizing one.
     pub fn describe(&self, addr: &str) -> Result<StoreInfo, TierError> {
-        let limit = Instant::now() + self.connect_timeout;
+        let limit = later(Instant::now(), self.connect_timeout);
         Ok(self.meet(addr, limit)?.view.info)
     }
 
@@ -173,7 +174,7 @@ impl TierBuilder {
     /// *Errors*: [`TierError::Connect`], [`TierError::Handshake`], [`TierError::Catalogue`],
     /// [`TierError::OtherContent`], each within the connect time-out.
     pub fn connect(self, addr: &str, arena: Arc<ExpertArena>) -> Result<RdmaTier, TierError> {
-        let limit = Instant::now() + self.connect_timeout;
+        let limit = later(Instant::now(), self.connect_timeout);
         if self.streams == 0 || self.streams > expert_wire::limits::STREAMS_MAX {
             return Err(TierError::Config(format!(
                 "{} streams, the limits are 1 and {}",
@@ -192,6 +193,7 @@ impl TierBuilder {
                 client_id: rand::random(),
                 connect_timeout: self.connect_timeout,
                 stall: self.stall,
+                read_bytes: self.engine.read_bytes,
             },
             notifier.clone(),
         );
@@ -205,11 +207,12 @@ impl TierBuilder {
                 why,
             })?;
         let expect = self.expect_content_id;
-        let refresh = move |limit| {
+        let refresh = move |content: ContentTag, limit| {
             let view = match v1 {
                 true => match control.hello(Protocol::V1, limit)? {
                     Outcome::V1(manifest) => {
-                        let tag = v1_tag(&manifest);
+                        let run = content.instance.map_or(0, |(run, _)| run);
+                        let tag = v1_tag(&manifest, run);
                         View::of_v1(manifest, tag)
                     }
                     Outcome::V2(_) => unreachable!("v1 was insisted on"),
@@ -247,9 +250,9 @@ impl TierBuilder {
         let driver = Driver::start("posix-tier", self.engine, vec![Box::new(rail)], notifier)
             .map_err(no_resources)?;
         driver
-            .wait_healthy(Instant::now() + self.connect_timeout)
+            .wait_healthy(later(Instant::now(), self.connect_timeout))
             .map_err(TierError::Config)?;
-        let refresh = move |_| Ok(View::of_store(&store));
+        let refresh = move |_, _| Ok(View::of_store(&store));
         Ok(PosixTier {
             core: Core::new(
                 driver,
@@ -267,7 +270,7 @@ impl TierBuilder {
         let control = Arc::new(Control::new(addr, rand::random(), self.connect_timeout));
         let (view, v1) = match control.hello(self.protocol, limit)? {
             Outcome::V1(manifest) => {
-                let tag = v1_tag(&manifest);
+                let tag = v1_tag(&manifest, 0);
                 (View::of_v1(manifest, tag), true)
             }
             Outcome::V2(_) => (View::of_peer(&control, limit)?, false),

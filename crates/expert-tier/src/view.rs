@@ -139,10 +139,12 @@ impl View {
     }
 
     fn layer(&self, key: Key, limit: Instant) -> Result<Arc<Layer>, TierError> {
-        let mut cache = self.layers.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(layer) = cache.get(&key.layer) {
+        let cached = || self.layers.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(layer) = cached().get(&key.layer) {
             return Ok(layer.clone());
         }
+        // Without the lock: others use what is there while a peer is asked. Two that ask for the
+        // same layer at once both load it, and one copy stays.
         let Some(info) = self.info.layers.iter().find(|l| l.layer == key.layer) else {
             return Err(TierError::NoSuchRecord {
                 key,
@@ -161,8 +163,7 @@ impl View {
             Source::V1(manifest) => v1_layer(manifest, info).map_err(TierError::Config)?,
             Source::Peer(control) => self.load(control, key, info, limit)?,
         });
-        cache.insert(key.layer, layer.clone());
-        Ok(layer)
+        Ok(cached().entry(key.layer).or_insert(layer).clone())
     }
 
     fn load(
@@ -220,6 +221,13 @@ fn check_info(info: &StoreInfo) -> Result<(), String> {
     let mut ids = Vec::with_capacity(info.layers.len());
     for layer in &info.layers {
         codec::from_ranges(&layer.experts, limits::EXPERTS_MAX)?;
+        if layer.layer >= limits::LAYERS_MAX {
+            return Err(format!(
+                "layer {}, the limit is {}",
+                layer.layer,
+                limits::LAYERS_MAX
+            ));
+        }
         if layer.image_bytes_max > expert_store::catalogue::IMAGE_MAX_BYTES {
             return Err(format!("a record image of {} bytes", layer.image_bytes_max));
         }

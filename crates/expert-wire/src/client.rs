@@ -227,7 +227,10 @@ mod tests {
         }
     }
 
-    fn feed(handshake: &mut Handshake, mut bytes: &[u8]) -> Result<Option<Outcome>, HandshakeError> {
+    fn feed(
+        handshake: &mut Handshake,
+        mut bytes: &[u8],
+    ) -> Result<Option<Outcome>, HandshakeError> {
         while handshake.wants() > 0 && handshake.wants() <= bytes.len() {
             let (now, rest) = bytes.split_at(handshake.wants());
             bytes = rest;

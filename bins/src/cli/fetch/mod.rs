@@ -181,6 +181,8 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         .engine(EngineConfig {
             window_bytes: args.window_kib << 10,
             read_bytes: args.read_kib << 10,
+            // The arena bounds what is under way: its slots are all that is ever asked for.
+            inflight_max_bytes: u64::MAX,
             policy: match args.policy {
                 PolicyArg::HomeSteal => Policy::HomeSteal,
                 PolicyArg::ExpertMod => Policy::ExpertMod,
@@ -339,7 +341,7 @@ fn select_keys(args: &Args, info: &StoreInfo) -> anyhow::Result<Vec<Key>> {
             );
         }
     }
-    let last = |n: Option<u32>| n.map_or(0, |n| n + 1);
+    let last = |n: Option<u32>| n.map_or(0, |n| n.saturating_add(1));
     let layers_end = last(info.layers.last().map(|l| l.layer));
     let experts_end = info.layers.iter().map(|l| l.num_experts).max().unwrap_or(0);
     for (flag, ranges, end) in [
@@ -410,7 +412,8 @@ impl<'a> Fetch<'a> {
             let mean = largest_image_bytes(&self.tier.info());
             progress.start(
                 "fetching",
-                mean * keys.len() as u64 * u64::from(self.args.repeat),
+                mean.saturating_mul(keys.len() as u64)
+                    .saturating_mul(u64::from(self.args.repeat)),
             );
         }
         let (start, cpu) = (Instant::now(), cpu_seconds());
@@ -484,6 +487,7 @@ impl<'a> Fetch<'a> {
 
     fn take(&mut self, pending: Pending<'_>) -> anyhow::Result<()> {
         let (records, stats) = pending.wait()?;
+        let is_lost = !records.is_empty() && records.iter().all(Result::is_err);
         self.batch_us.push(stats.total.as_micros() as u64);
         self.verify += stats.verify;
         for record in records {
@@ -512,6 +516,10 @@ impl<'a> Fetch<'a> {
                 }
             }
         }
+        anyhow::ensure!(
+            !is_lost || self.tier.healthy(),
+            "nothing of a whole batch arrived and no rail works: giving up"
+        );
         Ok(())
     }
 

@@ -32,13 +32,18 @@ impl Engine {
     fn pick(&mut self, now: Instant, rail: usize) -> Option<Read> {
         let book = &self.rails[rail];
         let window = book.window_bytes(&self.config);
-        if book.outstanding_reads > 0 && book.outstanding_bytes >= window {
+        let always = match book.capabilities.whole_records {
+            // A record may be larger than the window: two per lane keep each lane busy.
+            true => 2 * u64::from(book.capabilities.lanes.max(1)),
+            false => 1, // one READ may always be out, however small the window
+        };
+        let room = match book.outstanding_reads < always {
+            true => u64::MAX,
+            false => window.saturating_sub(book.outstanding_bytes),
+        };
+        if room == 0 {
             return None;
         }
-        let room = match book.outstanding_reads {
-            0 => u64::MAX, // one READ may always be out, however small the window
-            _ => window - book.outstanding_bytes,
-        };
         if let Some(read) = self.pick_retry(now, rail, room) {
             return Some(read);
         }
@@ -49,12 +54,13 @@ impl Engine {
         for i in 0..self.retry_queue.len() {
             let handle = self.retry_queue[i];
             let serves = self.rails[rail].content;
+            let guards = self.guards;
             let whole = self.rails[rail].capabilities.whole_records;
             let max = self.read_max_bytes(&self.rails[rail]);
             let Some(record) = self.records.get_mut(handle) else {
                 continue; // cleaned up below
             };
-            if Some(record.content) != serves {
+            if !guards.admit(serves, record.content) {
                 continue;
             }
             let image_bytes = record.landing.image_bytes() as u64;
@@ -62,15 +68,16 @@ impl Engine {
                 continue;
             };
             let len = range.len() as u64;
-            if (len > room && len <= max)
-                || (len > max && max > room)
-                || (whole && len != image_bytes)
-            {
+            if whole && len != image_bytes {
                 continue;
             }
             // A range posted on a rail with larger READs may have to be cut for this one.
-            let range = if len > max && !whole {
-                let tail = range.split_off(max as usize);
+            let take = if whole { len } else { max.min(len) };
+            if take > room {
+                continue;
+            }
+            let range = if take < len {
+                let tail = range.split_off(take as usize);
                 std::mem::replace(range, tail)
             } else {
                 record.retries.pop().expect("seen above")
@@ -89,10 +96,15 @@ impl Engine {
         if let Some(read) = self.pick_from(now, rail, rail, room) {
             return Some(read);
         }
+        let serves = self.rails[rail].content;
         let may_take = |book: &RailBook| match self.config.policy {
             Policy::HomeSteal | Policy::Split => true,
-            // Nobody else's work, unless its home cannot do it.
-            Policy::ExpertMod => !book.is_up() && book.state != RailState::Probing,
+            // Nobody else's work, unless its home cannot do it: it is down, or it serves other
+            // content than this rail (which takes nothing but its own).
+            Policy::ExpertMod => {
+                let serves_other = book.content.is_some() && book.content != serves;
+                serves_other || (!book.is_up() && book.state != RailState::Probing)
+            }
         };
         // The longest queue first: it is the one that would end last.
         let mut donors: Vec<usize> = (0..self.rails.len())
@@ -107,6 +119,7 @@ impl Engine {
     /// The next READ of the first record in `donor`'s queue that `rail` can serve.
     fn pick_from(&mut self, now: Instant, rail: usize, donor: usize, room: u64) -> Option<Read> {
         let serves = self.rails[rail].content;
+        let guards = self.guards;
         let whole = self.rails[rail].capabilities.whole_records;
         let max = self.read_max_bytes(&self.rails[rail]);
         let mut i = 0;
@@ -123,7 +136,7 @@ impl Engine {
                 true => 0, // begun on another kind of rail
                 false => max.min(remaining),
             };
-            if Some(record.content) != serves || len == 0 {
+            if !guards.admit(serves, record.content) || len == 0 {
                 i += 1;
                 continue;
             }
@@ -161,7 +174,7 @@ impl Engine {
             layer: record.layer.clone(),
             content: record.content,
             range,
-            verify: record.verify,
+            verify: record.verify && self.guards.verify,
             posted_at: now,
         };
         if let Some(request) = self.requests.get_mut(record.request) {

@@ -11,6 +11,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use super::later;
 use super::table::Handle;
 use crate::config::EngineConfig;
 use crate::rail::{Capabilities, ContentTag, RailKind};
@@ -169,7 +170,7 @@ impl RailBook {
         let wait = self.backoff.mul_f64(1.0 + jitter.clamp(0.0, 1.0) / 4.0);
         self.backoff = (self.backoff * 2).min(config.backoff_max);
         self.set_state(RailState::Quarantined {
-            retry_at: now + wait,
+            retry_at: later(now, wait),
         });
     }
 
@@ -206,7 +207,7 @@ impl RailBook {
     /// When the stall detector has to look again.
     pub(super) fn stall_at(&self) -> Option<Instant> {
         (self.is_up() && self.outstanding_reads > 0)
-            .then(|| self.progress_at + self.capabilities.stall)
+            .then(|| later(self.progress_at, self.capabilities.stall))
     }
 
     pub(super) fn stats(&self) -> RailStats {

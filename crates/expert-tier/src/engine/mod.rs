@@ -15,9 +15,11 @@
 //! drops its [`Landing`]; the slot stays quarantined until the last READ posted for it came back.
 //!
 //! Files: `request` is what goes in and comes out, [`health`] the rail state machine, `assign`
-//! picks the next READ, `table` keeps records and requests, this one ties them together.
+//! picks the next READ, `table` keeps records and requests, `guards` what the simulation may switch
+//! off, this one ties them together.
 
 mod assign;
+mod guards;
 pub mod health;
 mod request;
 mod table;
@@ -34,9 +36,12 @@ use expert_wire::Key;
 
 use crate::config::{EngineConfig, OnFailure};
 use crate::rail::{
-    Capabilities, Completion, ContentTag, RailEvent, RailId, RailKind, Read, ReadError, ReadId,
+    Capabilities, Completion, ContentTag, Landed, RailEvent, RailId, RailKind, Read, ReadError,
+    ReadId,
 };
 use crate::stats::{RequestStats, TierStats};
+#[doc(hidden)]
+pub use guards::Guards;
 use health::{RailBook, RailState};
 pub use request::{Action, Committed, Failure, Finished, Order, Refused};
 pub use table::Handle;
@@ -88,6 +93,7 @@ struct Counters {
     unverified: u64,
     fallbacks: u64,
     backpressure: u64,
+    commits_refused: u64,
 }
 
 /// See the module.
@@ -101,10 +107,13 @@ pub struct Engine {
     finished: VecDeque<Finished>,
     actions: VecDeque<Action>,
     inflight_bytes: u64,
+    /// Records that ended while they were in a queue, since the last sweep; at least as many.
+    ended_in_queues: usize,
     /// Rail that is asked first next time.
     turn: usize,
     jitter: u64,
     counters: Counters,
+    guards: Guards,
 }
 
 /// Most rails of one tier: a record remembers in one word which of them it used.
@@ -135,10 +144,18 @@ impl Engine {
             finished: VecDeque::new(),
             actions: VecDeque::new(),
             inflight_bytes: 0,
+            ended_in_queues: 0,
             turn: 0,
             jitter: jitter_seed,
             counters: Counters::default(),
+            guards: Guards::ON,
         }
+    }
+
+    /// Switches rules off, for the simulation's negative controls.
+    #[doc(hidden)]
+    pub fn set_guards(&mut self, guards: Guards) {
+        self.guards = guards;
     }
 
     /// Takes a request over, to end by `deadline`.
@@ -209,7 +226,11 @@ impl Engine {
         if self.requests.get(request).is_some_and(|r| r.open == 0) {
             self.finish(now, request);
         }
-        self.check_content(now);
+        if let Some(entry) = self.requests.get(request) {
+            for record in entry.members.clone() {
+                self.check_served(now, record);
+            }
+        }
         Ok(request)
     }
 
@@ -219,9 +240,9 @@ impl Engine {
     }
 
     /// A rail could not take a READ right now: it goes back to the front.
-    pub fn handle_post_refused(&mut self, now: Instant, rail: RailId, read: Read) {
+    pub fn handle_post_refused(&mut self, rail: RailId, read: Read) {
         self.rails[rail.0].unposted(read.bytes());
-        self.requeue(now, read);
+        self.requeue(read);
     }
 
     /// Takes in what a rail told.
@@ -251,7 +272,10 @@ impl Engine {
                     }
                 }
             }
-            RailEvent::Down(why) => self.take_down(now, rail, why),
+            RailEvent::Down(why) => {
+                self.take_down(now, rail, why);
+            }
+            RailEvent::Stalled(why) => self.take_down_stalled(now, rail, why),
         }
     }
 
@@ -269,12 +293,11 @@ impl Engine {
     pub fn handle_time(&mut self, now: Instant, progress: impl Fn(RailId) -> u64) {
         for i in 0..self.rails.len() {
             if self.rails[i].is_stalled(progress(RailId(i)), now) {
-                self.rails[i].errors.stalls += 1;
                 let why = format!(
                     "no byte for {:?} with {} READs posted",
                     self.rails[i].capabilities.stall, self.rails[i].outstanding_reads
                 );
-                self.take_down(now, RailId(i), why);
+                self.take_down_stalled(now, RailId(i), why);
             }
             if let RailState::Quarantined { retry_at } = self.rails[i].state {
                 if now >= retry_at {
@@ -331,8 +354,17 @@ impl Engine {
 
     /// Changes whenever a request ends or a rail changes state or content.
     pub fn revision(&self) -> u64 {
-        let rails: u64 = self.rails.iter().map(RailBook::revision).sum();
-        self.counters.requests + self.counters.backpressure + rails
+        self.counters.requests + self.counters.backpressure + self.rails_revision()
+    }
+
+    /// Changes whenever a rail changes state or content.
+    pub fn rails_revision(&self) -> u64 {
+        self.rails.iter().map(RailBook::revision).sum()
+    }
+
+    /// Whether [`Engine::poll_finished`] has something.
+    pub fn has_finished(&self) -> bool {
+        !self.finished.is_empty()
     }
 
     /// State of the rails that are not up, for people.
@@ -351,6 +383,12 @@ impl Engine {
             }
         }
         text
+    }
+
+    /// Records that the engine took for complete and the arena did not: a bug, when not 0.
+    #[doc(hidden)]
+    pub fn commits_refused(&self) -> u64 {
+        self.counters.commits_refused
     }
 
     /// The numbers so far.
@@ -380,10 +418,11 @@ impl Engine {
             }
             Ok(landed)
         });
-        let handle = Handle {
-            index: read.id.record,
-            reuse: read.id.reuse,
+        let result = match result {
+            Err(ReadError::Flushed) if !self.guards.commit_rule => Ok(Landed::default()),
+            result => result,
         };
+        let handle = self.record_of(read.id);
         match result {
             Ok(landed) => {
                 self.rails[rail.0].landed(bytes, latency, &self.config);
@@ -455,17 +494,14 @@ impl Engine {
                 self.fail_record(now, handle, failure);
             }
             None => {
-                self.requeue(now, read);
-                self.check_content(now);
+                self.requeue(read);
+                self.check_served(now, handle);
             }
         }
     }
 
-    fn requeue(&mut self, _now: Instant, read: Read) {
-        let handle = Handle {
-            index: read.id.record,
-            reuse: read.id.reuse,
-        };
+    fn requeue(&mut self, read: Read) {
+        let handle = self.record_of(read.id);
         if let Some(record) = self.records.get_mut(handle) {
             record.retries.push(read.range);
             if !record.in_retry_queue {
@@ -475,12 +511,33 @@ impl Engine {
         }
     }
 
-    fn take_down(&mut self, now: Instant, rail: RailId, why: String) {
-        if self.rails[rail.0].down(why.clone()) {
+    /// The record that a READ was posted for; nobody, when it ended since.
+    fn record_of(&self, id: ReadId) -> Handle {
+        let handle = Handle {
+            index: id.record,
+            reuse: id.reuse,
+        };
+        match self.guards.epoch {
+            true => handle,
+            false => self.records.newest(handle),
+        }
+    }
+
+    /// Whether the rail was not down already.
+    fn take_down(&mut self, now: Instant, rail: RailId, why: String) -> bool {
+        let is_news = self.rails[rail.0].down(why.clone());
+        if is_news {
             self.actions.push_back(Action::Quiesce(rail));
             if self.config.on_failure == OnFailure::FailFast {
                 self.fail_users(now, rail, &why);
             }
+        }
+        is_news
+    }
+
+    fn take_down_stalled(&mut self, now: Instant, rail: RailId, why: String) {
+        if self.take_down(now, rail, why) {
+            self.rails[rail.0].errors.stalls += 1;
         }
     }
 
@@ -501,21 +558,29 @@ impl Engine {
         }
     }
 
-    /// Fails records of a content that no working rail serves any more.
-    fn check_content(&mut self, now: Instant) {
-        let up: Vec<ContentTag> = self
-            .rails
-            .iter()
-            .filter(|b| b.is_up())
-            .filter_map(|b| b.content)
-            .collect();
-        if up.is_empty() {
-            return; // nothing is known: the deadline bounds the wait
+    /// Whether a working rail serves a content; also while none works, because then nothing is
+    /// known and the deadline bounds the wait.
+    fn is_served(&self, content: ContentTag) -> bool {
+        let mut up = self.rails.iter().filter(|b| b.is_up()).peekable();
+        up.peek().is_none() || up.any(|b| b.content == Some(content))
+    }
+
+    fn check_served(&mut self, now: Instant, record: Handle) {
+        if self
+            .records
+            .get(record)
+            .is_some_and(|r| !self.is_served(r.content))
+        {
+            self.fail_record(now, record, Failure::ContentChanged);
         }
+    }
+
+    /// Fails the records of a content that no working rail serves any more.
+    fn check_content(&mut self, now: Instant) {
         let orphans: Vec<Handle> = self
             .records
             .iter()
-            .filter(|(_, r)| !up.contains(&r.content))
+            .filter(|(_, r)| !self.is_served(r.content))
             .map(|(h, _)| h)
             .collect();
         for record in orphans {
@@ -550,7 +615,8 @@ impl Engine {
             // The engine counts what the arena counts, so this is a bug of ours; the arena's word
             // stands and nothing is handed out.
             Err((_landing, error)) => {
-                debug_assert!(false, "commit refused: {error}");
+                debug_assert!(self.guards != Guards::ON, "commit refused: {error}");
+                self.counters.commits_refused += 1;
                 tracing::error!(key = %record.key, "commit refused: {error}");
                 Err(Failure::RailFailed(error.to_string()))
             }
@@ -568,7 +634,26 @@ impl Engine {
             self.counters.failed += 1;
             drop(record.retries);
             record.landing.abandon();
+            if record.queued || record.in_retry_queue {
+                self.sweep();
+            }
             self.resolve(now, record.request, record.index, Err(failure));
+        }
+    }
+
+    /// Takes ended records out of the queues, now and then: while every rail is away nobody takes
+    /// anything out of them.
+    fn sweep(&mut self) {
+        self.ended_in_queues += 1;
+        let waiting: usize = self.rails.iter().map(|b| b.queue.len()).sum();
+        if self.ended_in_queues > 64 && 2 * self.ended_in_queues > waiting + self.retry_queue.len()
+        {
+            self.ended_in_queues = 0;
+            let records = &self.records;
+            for book in &mut self.rails {
+                book.queue.retain(|&h| records.get(h).is_some());
+            }
+            self.retry_queue.retain(|&h| records.get(h).is_some());
         }
     }
 
@@ -634,6 +719,12 @@ impl Engine {
     pub fn open_requests(&self) -> usize {
         self.requests.iter().count()
     }
+}
+
+/// A moment after another; "never" is a century, which every clock can hold.
+pub(crate) fn later(now: Instant, wait: Duration) -> Instant {
+    const CENTURY: Duration = Duration::from_secs(100 * 365 * 86_400);
+    now + wait.min(CENTURY)
 }
 
 /// Time left until a moment, for waits that take a duration.

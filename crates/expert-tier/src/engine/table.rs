@@ -63,6 +63,15 @@ impl<T> Table<T> {
             .as_mut()
     }
 
+    /// A handle of whatever is in the same place now, for the simulation's negative control.
+    pub(super) fn newest(&self, handle: Handle) -> Handle {
+        let place = self.places.get(handle.index as usize);
+        Handle {
+            reuse: place.map_or(handle.reuse, |p| p.reuse),
+            ..handle
+        }
+    }
+
     pub(super) fn remove(&mut self, handle: Handle) -> Option<T> {
         let place = self
             .places

@@ -520,11 +520,82 @@ fn whole_record_rail_gets_whole_records() {
 }
 
 #[test]
+fn whole_record_that_is_read_again_keeps_to_the_window() {
+    let caps = Capabilities {
+        whole_records: true,
+        ..caps()
+    };
+    // After two of these, the window has room for a READ of the usual size, not for a third.
+    let config = EngineConfig {
+        window_bytes: 11 * CHUNK_BYTES / 2,
+        ..config()
+    };
+    let mut bench = Bench::with_caps(vec![caps; 3], config, 2 * CHUNK_BYTES + 1);
+    bench.submit(&[0, 1, 2]);
+    bench.post_all();
+    for rail in [1, 2] {
+        bench.event(rail, RailEvent::Down("cable".into()));
+        for read in std::mem::take(&mut bench.posted[rail]) {
+            bench.complete(rail, read, Err(ReadError::Flushed));
+        }
+    }
+    bench.post_all();
+    assert_eq!(bench.posted[0].len(), 2);
+    bench.run_to_end();
+    assert_right(&bench.finished(), &[0, 1, 2]);
+}
+
+#[test]
+fn whole_record_rail_keeps_each_lane_busy_whatever_the_window() {
+    let caps = Capabilities {
+        whole_records: true,
+        lanes: 3,
+        ..caps()
+    };
+    let small = EngineConfig {
+        window_bytes: 1000,
+        ..config()
+    };
+    let mut bench = Bench::with_caps(vec![caps], small, MEDIUM);
+    bench.submit(&[0, 1, 2, 3, 4, 5, 6, 7]);
+    assert_eq!(bench.post_all(), 6);
+    bench.run_to_end();
+    assert!(bench.finished().is_complete());
+}
+
+#[test]
+fn queues_do_not_grow_while_the_rail_is_away() {
+    let mut bench = Bench::new(1, config(), 100);
+    bench.event(0, RailEvent::Down("cable".into()));
+    for _ in 0..2000 {
+        bench.next_slot = 0;
+        let request = bench.submit(&[1, 2]);
+        bench.engine.cancel(bench.now, request);
+        bench.finished();
+    }
+    let waiting = bench.engine.rails[0].queue.len() + bench.engine.retry_queue.len();
+    assert!(waiting < 300, "{waiting}");
+}
+
+#[test]
+fn stall_that_never_comes_is_no_panic() {
+    let caps = Capabilities {
+        stall: Duration::MAX,
+        ..caps()
+    };
+    let mut bench = Bench::with_caps(vec![caps], config(), MEDIUM);
+    bench.submit(&[0]);
+    bench.post_all();
+    assert!(bench.engine.next_timeout().is_some());
+    bench.run_to_end();
+}
+
+#[test]
 fn refused_post_is_posted_again() {
     let mut bench = Bench::new(1, config(), MEDIUM);
     bench.submit(&[0]);
     let (rail, read) = bench.engine.next_post(bench.now).unwrap();
-    bench.engine.handle_post_refused(bench.now, rail, read);
+    bench.engine.handle_post_refused(rail, read);
     bench.run_to_end();
     assert_right(&bench.finished(), &[0]);
 }
@@ -549,6 +620,20 @@ fn expert_mod_stays_at_home_and_the_default_steals() {
         bench.run_to_end();
         assert!(bench.finished().is_complete());
     }
+}
+
+#[test]
+fn expert_mod_does_not_wait_for_a_home_that_serves_other_content() {
+    let other = ContentTag {
+        id: 8,
+        instance: None,
+    };
+    let policy = Policy::ExpertMod;
+    let mut bench = Bench::new(2, EngineConfig { policy, ..config() }, MEDIUM);
+    bench.event(0, RailEvent::Ready(other));
+    bench.submit(&[0, 2]); // both at home on rail 0
+    bench.run_to_end();
+    assert_right(&bench.finished(), &[0, 2]);
 }
 
 /// One step of the random walk below.

@@ -139,6 +139,15 @@ impl Drop for LocalRail {
     }
 }
 
+/// A reader at work; ends with it, by a panic, too.
+struct Busy<'a>(&'a Shared);
+
+impl Drop for Busy<'_> {
+    fn drop(&mut self) {
+        lock(&self.0.queue).busy -= 1;
+    }
+}
+
 impl Shared {
     fn read_until_end(&self) {
         let mut queue = lock(&self.queue);
@@ -146,10 +155,11 @@ impl Shared {
             if let Some(mut read) = queue.reads.pop_front() {
                 queue.busy += 1;
                 drop(queue);
+                let busy = Busy(self);
                 let result = self.read(&mut read);
                 self.complete(read, result);
+                drop(busy);
                 queue = lock(&self.queue);
-                queue.busy -= 1;
             } else if queue.end {
                 return;
             } else {

@@ -29,12 +29,17 @@ use expert_wire::v1 as wire_v1;
 use rustix::net::SendFlags;
 
 use super::socket;
+use crate::engine::later;
 use crate::notify::Notifier;
 use crate::rail::{
     Capabilities, Completion, ContentTag, Landed, Rail, RailEvent, RailKind, Read, ReadError,
 };
 pub(crate) use v1::v1_tag;
 use v2::LaneV2;
+
+/// Bytes of one `recv`, which waits for all of them: progress is seen in such steps, so that a slow
+/// link (64 KiB per second and stream) does not look like a dead one.
+const PIECE_BYTES: usize = 64 << 10;
 
 /// How a TCP rail is set up.
 #[derive(Debug, Clone)]
@@ -47,6 +52,8 @@ pub(crate) struct TcpConfig {
     pub(crate) client_id: u64,
     pub(crate) connect_timeout: Duration,
     pub(crate) stall: Duration,
+    /// Largest READ that will be posted.
+    pub(crate) read_bytes: u64,
 }
 
 /// See the module.
@@ -62,9 +69,14 @@ struct RailShared {
     events: Mutex<Vec<RailEvent>>,
     notifier: Arc<Notifier>,
     progress: AtomicU64,
+    start: Instant,
 }
 
 impl RailShared {
+    fn now_ms(&self) -> u64 {
+        self.start.elapsed().as_millis() as u64
+    }
+
     fn push(&self, event: RailEvent) {
         lock(&self.events).push(event);
         self.notifier.notify();
@@ -77,14 +89,34 @@ struct Attempt {
     lanes: Vec<Lane>,
     state: Mutex<AttemptState>,
     live_threads: AtomicUsize,
+    /// Tells one attempt from another where the peer has no identity of its own (v1).
+    number: u64,
 }
 
 struct AttemptState {
     ready: usize,
     up: bool,
     error: Option<String>,
-    /// Content of the peer now, and the epoch to ask under.
-    current: Option<(ContentTag, u32)>,
+    /// What the peer serves now, and the epoch to ask under.
+    current: Option<Serving>,
+}
+
+/// What a peer serves: the content, and the run and epoch of the peer that say how new that is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Serving {
+    content: ContentTag,
+    instance_id: u64,
+    epoch: u32,
+}
+
+impl Serving {
+    fn of(welcome: &Welcome) -> Self {
+        Self {
+            content: ContentTag::of(welcome),
+            instance_id: welcome.instance_id,
+            epoch: welcome.epoch,
+        }
+    }
 }
 
 #[derive(Default)]
@@ -94,6 +126,8 @@ struct Lane {
     /// Frames not yet taken by the socket; also keeps writers from interleaving.
     unsent: Mutex<Vec<u8>>,
     outstanding_bytes: AtomicU64,
+    /// Milliseconds since `RailShared::start` at the last byte, or at the first READ after a pause.
+    moved_at_ms: AtomicU64,
 }
 
 #[derive(Default)]
@@ -113,6 +147,7 @@ impl TcpRail {
                 events: Mutex::new(Vec::new()),
                 notifier,
                 progress: AtomicU64::new(0),
+                start: Instant::now(),
             }),
             attempt: None,
         }
@@ -145,7 +180,7 @@ impl Rail for TcpRail {
             return Err(Box::new(read));
         };
         let epoch = match lock(&attempt.state).current {
-            Some((content, epoch)) if content == read.content => epoch,
+            Some(serving) if serving.content == read.content => serving.epoch,
             // The peer changed its store since the engine last looked.
             _ => {
                 self.shared.push(RailEvent::Completion(Completion {
@@ -161,7 +196,9 @@ impl Rail for TcpRail {
             .min_by_key(|l| l.outstanding_bytes.load(Ordering::Relaxed))
             .expect("a rail has at least one lane");
         let mut queue = lock(&lane.queue);
-        if queue.closed {
+        // A READ that is not taken comes again; the bound keeps a stream of tiny ones within what
+        // the peer must be ready for.
+        if queue.closed || queue.posted.len() >= limits::READS_PER_STREAM_MAX as usize {
             return Err(Box::new(read));
         }
         // Id 0 belongs to what nobody asked for.
@@ -179,8 +216,13 @@ impl Rail for TcpRail {
             };
             frame::push_frame(&mut unsent, FrameKind::Read, id, &request.encode());
         }
-        lane.outstanding_bytes
+        let before = lane
+            .outstanding_bytes
             .fetch_add(read.bytes(), Ordering::Relaxed);
+        if before == 0 {
+            lane.moved_at_ms
+                .store(self.shared.now_ms(), Ordering::Relaxed);
+        }
         queue.posted.push_back((id, read));
         drop(queue);
         lane.flush(&mut unsent);
@@ -190,10 +232,21 @@ impl Rail for TcpRail {
     fn poll(&mut self, sink: &mut Vec<RailEvent>) {
         sink.append(&mut lock(&self.shared.events));
         if let Some(attempt) = &self.attempt {
-            for lane in &attempt.lanes {
+            let stall_ms = u64::try_from(self.config.stall.as_millis()).unwrap_or(u64::MAX);
+            for (i, lane) in attempt.lanes.iter().enumerate() {
                 let mut unsent = lock(&lane.unsent);
                 if !unsent.is_empty() {
                     lane.flush(&mut unsent);
+                }
+                drop(unsent);
+                // The engine judges the rail as a whole; one dead connection beside a busy one is
+                // seen here.
+                let moved_at = lane.moved_at_ms.load(Ordering::Relaxed);
+                if lane.outstanding_bytes.load(Ordering::Relaxed) > 0
+                    && self.shared.now_ms().saturating_sub(moved_at) >= stall_ms
+                {
+                    let why = format!("stream {i}: no byte for {:?}", self.config.stall);
+                    sink.push(RailEvent::Stalled(why));
                 }
             }
         }
@@ -215,6 +268,7 @@ impl Rail for TcpRail {
                 current: None,
             }),
             live_threads: AtomicUsize::new(lanes),
+            number: rand::random(),
         });
         for lane in 0..lanes {
             let spawned = std::thread::Builder::new()
@@ -270,16 +324,39 @@ impl Lane {
     }
 }
 
+/// Ends a lane when its thread does.
+struct Leave<'a> {
+    attempt: &'a Attempt,
+    index: usize,
+}
+
+impl Drop for Leave<'_> {
+    fn drop(&mut self) {
+        self.attempt.close(self.index);
+    }
+}
+
 /// Why a lane ends.
 type LaneEnd = String;
 
 impl Attempt {
     fn run_lane(&self, index: usize, config: &TcpConfig) {
+        // Runs when this thread ends, by a panic, too: then the rail goes down like any other and
+        // the READ in hand drops its range.
+        let _leave = Leave {
+            attempt: self,
+            index,
+        };
         let why = match self.serve(index, config) {
             Ok(never) => match never {},
             Err(why) => why,
         };
         self.fail(why);
+    }
+
+    /// The end of a lane's thread.
+    fn close(&self, index: usize) {
+        self.fail("a connection's thread ended unexpectedly".into());
         // After `closed` is set under the lock no READ can get in any more.
         let mut queue = lock(&self.lanes[index].queue);
         queue.closed = true;
@@ -336,7 +413,7 @@ impl Attempt {
             true => Protocol::V1,
             false => config.protocol,
         };
-        let limit = Instant::now() + config.connect_timeout;
+        let limit = later(Instant::now(), config.connect_timeout);
         let (stream, outcome) = socket::connect(
             &config.addr,
             config.client_id,
@@ -349,39 +426,58 @@ impl Attempt {
         *lock(&self.lanes[index].socket) = Some(stream.clone());
         match outcome {
             Outcome::V2(welcome) if !config.v1 => {
-                self.ready(ContentTag::of(&welcome), welcome.epoch)?;
+                if u64::from(welcome.read_max_bytes) < config.read_bytes {
+                    return Err(format!(
+                        "the peer answers READs of at most {} bytes, this client asks for {}; set a smaller READ size",
+                        welcome.read_max_bytes, config.read_bytes
+                    ));
+                }
+                self.ready(Serving::of(&welcome))?;
                 LaneV2::new(self, index, &stream, welcome).serve()
             }
             Outcome::V1(manifest) if config.v1 => {
-                self.ready(v1_tag(&manifest), 0)?;
+                self.ready(Serving {
+                    content: v1_tag(&manifest, self.number),
+                    instance_id: self.number,
+                    epoch: 0,
+                })?;
                 self.serve_v1(index, &stream, &manifest)
             }
             _ => Err("the peer speaks another protocol version than when the tier connected; connect anew".into()),
         }
     }
 
-    fn ready(&self, content: ContentTag, epoch: u32) -> Result<(), LaneEnd> {
+    fn ready(&self, serving: Serving) -> Result<(), LaneEnd> {
         let mut state = lock(&self.state);
         if let Some(error) = &state.error {
             return Err(error.clone());
         }
-        if *state.current.get_or_insert((content, epoch)) != (content, epoch) {
+        if *state.current.get_or_insert(serving) != serving {
             return Err("the peer changed while its connections were made".into());
         }
         state.ready += 1;
         if state.ready == self.lanes.len() {
             state.up = true;
             // Under the lock: a change of content that another lane notices comes after this.
-            self.rail.push(RailEvent::Ready(content));
+            self.rail.push(RailEvent::Ready(serving.content));
         }
         Ok(())
     }
 
     fn content_changed(&self, welcome: &Welcome) {
         let mut state = lock(&self.state);
-        let current = (ContentTag::of(welcome), welcome.epoch);
-        if state.current.replace(current) != Some(current) && state.up {
-            self.rail.push(RailEvent::Ready(current.0));
+        let new = Serving::of(welcome);
+        // Each lane gets the notice; one that was busy may read an old one after another lane read
+        // a newer one.
+        let is_news = state
+            .current
+            .is_none_or(|old| old.instance_id != new.instance_id || old.epoch < new.epoch);
+        if is_news {
+            tracing::info!(epoch = new.epoch, "the peer's store changed");
+            state.current = Some(new);
+            if state.up {
+                self.rail.push(RailEvent::Ready(new.content));
+            }
         }
     }
 
@@ -399,10 +495,13 @@ impl Attempt {
         }
     }
 
-    fn progress(&self, bytes: usize) {
+    fn progress(&self, lane: usize, bytes: usize) {
         self.rail
             .progress
             .fetch_add(bytes as u64, Ordering::Relaxed);
+        self.lanes[lane]
+            .moved_at_ms
+            .store(self.rail.now_ms(), Ordering::Relaxed);
     }
 
     /// Receives all bytes of a READ, chunk by chunk, and compares checksums while they are in the
@@ -410,6 +509,7 @@ impl Attempt {
     #[allow(clippy::type_complexity)] // two results of different blame: the READ's and the lane's
     fn receive(
         &self,
+        lane: usize,
         stream: &TcpStream,
         read: &mut Read,
         mut tail: Option<&mut [u8]>,
@@ -423,8 +523,8 @@ impl Attempt {
             let chunk_end = (at + CHUNK_BYTES as usize).min(total);
             let chunk_start = at;
             while at < chunk_end {
-                let want = chunk_end - at;
-                let got = match tail.as_deref_mut().filter(|_| chunk_end == total) {
+                let want = (chunk_end - at).min(PIECE_BYTES);
+                let got = match tail.as_deref_mut().filter(|_| at + want == total) {
                     Some(tail) => read
                         .range
                         .recv_vectored_tail(stream.as_fd(), at, want, tail),
@@ -442,7 +542,7 @@ impl Attempt {
                         let landed = n.min(want);
                         surplus = n - landed;
                         at += landed;
-                        self.progress(landed);
+                        self.progress(lane, landed);
                     }
                     Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                     Err(e) => return Err(format!("receiving failed: {e}")),

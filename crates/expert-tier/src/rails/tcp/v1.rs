@@ -11,11 +11,14 @@ use super::{Attempt, LaneEnd, recv_exact};
 use crate::rail::{ContentTag, Read, ReadError};
 
 /// v1 has no content id: its manifest is all there is to tell one store from another.
-pub(crate) fn v1_tag(manifest: &Manifest) -> ContentTag {
+///
+/// `run` tells one set of connections from another: a peer that was restarted may serve other weights
+/// of the same geometry, and nothing would show it.
+pub(crate) fn v1_tag(manifest: &Manifest, run: u64) -> ContentTag {
     let text = serde_json::to_vec(manifest).expect("a manifest is plain data");
     ContentTag {
         id: xxh3_128(&text),
-        instance: None,
+        instance: Some((run, 0)),
     }
 }
 
@@ -32,17 +35,27 @@ impl Attempt {
             let mut read = self.next_posted(index, None)?;
             if status[0] != v1::STATUS_OK {
                 let why = format!("status {}", status[0]);
+                let is_known = status[0] == v1::STATUS_ERROR;
                 self.complete(index, read, Err(ReadError::Refused(why)));
+                if !is_known {
+                    return Err("the peer sent an unknown status".into());
+                }
                 continue;
             }
-            let received = self.receive(stream, &mut read, None);
+            let received = self.receive(index, stream, &mut read, None);
             match received {
                 Ok((landed, _)) => {
                     let landed = landed.and_then(|landed| {
                         check_v1_header(&read, manifest).map_err(ReadError::WrongRecord)?;
                         Ok(landed)
                     });
+                    let is_lost = matches!(landed, Err(ReadError::WrongRecord(_)));
                     self.complete(index, read, landed);
+                    // Where the wrong record came the next may be wrong, too: the stream may be off
+                    // by some bytes.
+                    if is_lost {
+                        return Err("the peer answered with another record".into());
+                    }
                 }
                 Err(why) => {
                     self.complete(index, read, Err(ReadError::Flushed));

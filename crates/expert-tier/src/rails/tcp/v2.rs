@@ -10,6 +10,9 @@ use expert_wire::message::{ChecksumReport, ErrorCode, ErrorFrame, Welcome};
 use super::{Attempt, LaneEnd, lock, recv_exact};
 use crate::rail::{Read, ReadError};
 
+/// Most bytes that may wait for a peer that does not read: far more than a window of READs needs.
+const UNSENT_MAX_BYTES: usize = 1 << 20;
+
 /// One connection after its handshake.
 pub(super) struct LaneV2<'a> {
     attempt: &'a Attempt,
@@ -52,7 +55,6 @@ impl<'a> LaneV2<'a> {
                 FrameKind::StoreChanged => {
                     let payload = self.payload(header)?;
                     let welcome = Welcome::decode(&payload).map_err(|e| e.to_string())?;
-                    tracing::info!(epoch = welcome.epoch, "the peer's store changed");
                     self.welcome = welcome;
                     self.attempt.content_changed(&welcome);
                 }
@@ -61,7 +63,7 @@ impl<'a> LaneV2<'a> {
                     if payload.len() > 64 {
                         return Err("the peer sent a ping of more than 64 bytes".into());
                     }
-                    self.send(FrameKind::Pong, header.id, &payload);
+                    self.send(FrameKind::Pong, header.id, &payload)?;
                 }
                 FrameKind::Pong => drop(self.payload(header)?),
                 FrameKind::Goodbye => return Err("the peer said goodbye".into()),
@@ -84,15 +86,16 @@ impl<'a> LaneV2<'a> {
         }
         match self
             .attempt
-            .receive(self.stream, &mut read, Some(&mut self.carry))
+            .receive(self.index, self.stream, &mut read, Some(&mut self.carry))
         {
             Ok((landed, surplus)) => {
                 self.carried = surplus;
-                if let Err(ReadError::Checksum(bad)) = &landed {
-                    self.report(&read, bad.chunk);
-                }
+                let reported = match &landed {
+                    Err(ReadError::Checksum(bad)) => self.report(&read, bad.chunk),
+                    _ => Ok(()),
+                };
                 self.attempt.complete(self.index, read, landed);
-                Ok(())
+                reported
             }
             Err(why) => {
                 self.attempt
@@ -103,20 +106,24 @@ impl<'a> LaneV2<'a> {
     }
 
     /// Tells the peer, so that it looks at its files now.
-    fn report(&self, read: &Read, chunk: u32) {
+    fn report(&self, read: &Read, chunk: u32) -> Result<(), LaneEnd> {
         let report = ChecksumReport {
             key: read.key,
             chunk,
             epoch: self.welcome.epoch,
         };
-        self.send(FrameKind::ChecksumReport, 0, &report.encode());
+        self.send(FrameKind::ChecksumReport, 0, &report.encode())
     }
 
-    fn send(&self, kind: FrameKind, id: u64, payload: &[u8]) {
+    fn send(&self, kind: FrameKind, id: u64, payload: &[u8]) -> Result<(), LaneEnd> {
         let lane = &self.attempt.lanes[self.index];
         let mut unsent = lock(&lane.unsent);
         frame::push_frame(&mut unsent, kind, id, payload);
         lane.flush(&mut unsent);
+        match unsent.len() {
+            0..=UNSENT_MAX_BYTES => Ok(()),
+            n => Err(format!("the peer does not read: {n} bytes wait to be sent")),
+        }
     }
 
     fn take_error(&mut self, header: FrameHeader) -> Result<(), LaneEnd> {

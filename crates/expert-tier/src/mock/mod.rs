@@ -1,0 +1,494 @@
+//! A rail without a wire: bandwidth, latency and every fault that a test asks for, on a clock that
+//! the test owns.
+//!
+//! It is as unforgiving as a network card. READs of a rail land in order, at the time that latency
+//! and bandwidth give; whatever was cancelled, expired or given up meanwhile, the bytes are written
+//! then, until the rail's own quiesce has returned. What it reads is what its peer serves at that
+//! moment: it knows the content that a READ was planned for as little as a card does.
+//!
+//! Start with [`MockRail::new`], and call [`MockRail::advance`] whenever time passes; nothing else
+//! moves it.
+
+pub(crate) mod rng;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use expert_arena::{DetachedWriter, Lease};
+use expert_wire::Key;
+
+use crate::engine::Guards;
+use crate::rail::{
+    Capabilities, Completion, ContentTag, Landed, Rail, RailEvent, RailKind, Read, ReadError,
+};
+use rng::SplitMix;
+
+/// Bytes that a mock peer serves.
+pub trait MockSource: Send + Sync {
+    /// The record image, if this content has such a record.
+    fn record(&self, content: ContentTag, key: Key) -> Option<&[u8]>;
+}
+
+/// What a mock rail is like.
+#[derive(Debug, Clone)]
+pub struct MockSpec {
+    /// Rate of the wire, at least 1.
+    pub bytes_per_s: u64,
+    /// From post to the first byte on an idle rail.
+    pub latency: Duration,
+    /// Up to this much is added to each READ's time on the wire.
+    pub jitter: Duration,
+    /// Completions may be told this much later than the bytes landed, and so in another order.
+    pub reorder: Duration,
+    /// READs that it takes at a time; more are refused.
+    pub depth: usize,
+    /// Time that a probe takes.
+    pub connect: Duration,
+    /// Time that a flush takes; until then, READs go on landing.
+    pub flush: Duration,
+    /// What it says of itself.
+    pub capabilities: Capabilities,
+}
+
+/// What goes wrong with one READ.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReadFault {
+    /// One byte arrives wrong; the completion says success.
+    Corrupt,
+    /// Only a part is written; the completion says success.
+    Short,
+    /// It takes that much longer, and so does everything behind it.
+    Late(Duration),
+    /// The peer cannot read its file now.
+    Unavailable,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Link {
+    /// Not connected, or quiesced: nothing is posted.
+    Idle,
+    Probing {
+        answer_at: Instant,
+    },
+    Up,
+    Quiescing {
+        until: Instant,
+    },
+}
+
+#[derive(Debug)]
+struct Posted {
+    read: Read,
+    starts_at: Instant,
+    lands_at: Instant,
+    fault: Option<ReadFault>,
+    /// Its remote key was revoked before it was posted.
+    revoked: bool,
+}
+
+/// A READ that is over and was not told of yet.
+#[derive(Debug)]
+struct Ended {
+    completion: Completion,
+    tell_at: Instant,
+}
+
+/// A write that is still to come although its READ was given back.
+#[derive(Debug)]
+struct Stray {
+    writer: DetachedWriter,
+    key: Key,
+    content: ContentTag,
+    image_offset: usize,
+    bytes: usize,
+    lands_at: Instant,
+}
+
+/// See the module.
+pub struct MockRail {
+    name: String,
+    spec: MockSpec,
+    source: Arc<dyn MockSource>,
+    guards: Guards,
+    rng: SplitMix,
+    now: Instant,
+    link: Link,
+    /// What the peer serves.
+    content: ContentTag,
+    /// What the engine was told last: READs use the remote keys of that.
+    told: Option<ContentTag>,
+    /// When the wire has sent everything posted.
+    free_at: Instant,
+    broken_until: Option<Instant>,
+    /// Cut since it came up last: nothing posted will land.
+    cut: bool,
+    stalled_until: Instant,
+    slow_until: Instant,
+    slow_factor: u32,
+    armed: VecDeque<ReadFault>,
+    posted: VecDeque<Posted>,
+    ended: Vec<Ended>,
+    events: Vec<RailEvent>,
+    strays: Vec<Stray>,
+    landed_bytes: u64,
+    progress_bytes: u64,
+}
+
+impl MockRail {
+    /// A rail to a peer that serves `content`, at time `now`.
+    pub fn new(
+        name: String,
+        spec: MockSpec,
+        source: Arc<dyn MockSource>,
+        content: ContentTag,
+        seed: u64,
+        now: Instant,
+    ) -> Self {
+        Self {
+            name,
+            spec,
+            source,
+            guards: Guards::ON,
+            rng: SplitMix::new(seed),
+            now,
+            link: Link::Idle,
+            content,
+            told: None,
+            free_at: now,
+            broken_until: None,
+            cut: false,
+            stalled_until: now,
+            slow_until: now,
+            slow_factor: 1,
+            armed: VecDeque::new(),
+            posted: VecDeque::new(),
+            ended: Vec::new(),
+            events: Vec::new(),
+            strays: Vec::new(),
+            landed_bytes: 0,
+            progress_bytes: 0,
+        }
+    }
+
+    /// Switches the memory rule off, for the simulation's negative control.
+    #[doc(hidden)]
+    pub fn set_guards(&mut self, guards: Guards) {
+        self.guards = guards;
+    }
+
+    /// Lets time pass: what is due by `now` lands, ends, or is answered.
+    pub fn advance(&mut self, now: Instant) {
+        self.now = now;
+        let flush_at = match self.link {
+            Link::Quiescing { until } if until <= now => Some(until),
+            _ => None,
+        };
+        self.land_until(flush_at.unwrap_or(now));
+        if let Some(at) = flush_at {
+            self.flush(at);
+        }
+        if let Link::Probing { answer_at } = self.link {
+            if answer_at <= now {
+                self.answer_probe();
+            }
+        }
+        self.note_progress();
+    }
+
+    /// The next moment at which [`MockRail::advance`] or [`Rail::poll`] has something.
+    pub fn next_event(&self) -> Option<Instant> {
+        let pending = (!self.events.is_empty()).then_some(self.now);
+        let landing = self.posted.front().filter(|_| !self.cut);
+        let link = match self.link {
+            Link::Probing { answer_at } => Some(answer_at),
+            Link::Quiescing { until } => Some(until),
+            Link::Idle | Link::Up => None,
+        };
+        let strays = self.strays.iter().map(|s| s.lands_at.max(self.now));
+        pending
+            .into_iter()
+            .chain(landing.map(|p| p.lands_at))
+            .chain(self.ended.iter().map(|e| e.tell_at))
+            .chain(link)
+            .chain(strays)
+            .min()
+    }
+
+    /// READs posted and not told of, and their bytes.
+    pub fn in_flight(&self) -> (usize, u64) {
+        let posted = self.posted.iter().map(|p| &p.read);
+        let reads = posted.chain(self.ended.iter().map(|e| &e.completion.read));
+        reads.fold((0, 0), |(n, bytes), r| (n + 1, bytes + r.bytes()))
+    }
+
+    /// The connection breaks, and cannot be made again for a while.
+    pub fn disconnect(&mut self, for_: Duration) {
+        self.broken_until = self.broken_until.max(Some(self.now + for_));
+        if self.link == Link::Up && !self.cut {
+            self.cut = true;
+            self.write_front_partly();
+            self.events.push(RailEvent::Down("the link was cut".into()));
+        }
+    }
+
+    /// Nothing moves for a while, and nobody says so; then everything goes on.
+    pub fn stall(&mut self, for_: Duration) {
+        self.stalled_until = self.stalled_until.max(self.now) + for_;
+        self.free_at = self.free_at.max(self.now) + for_;
+        for posted in &mut self.posted {
+            posted.starts_at += for_;
+            posted.lands_at += for_;
+        }
+    }
+
+    /// READs posted from now on are slower by a factor, for a while.
+    pub fn slow_down(&mut self, factor: u32, for_: Duration) {
+        self.slow_factor = factor.max(1);
+        self.slow_until = self.now + for_;
+    }
+
+    /// The next READ posted goes wrong; several add up, one READ each.
+    pub fn arm(&mut self, fault: ReadFault) {
+        self.armed.push_back(fault);
+    }
+
+    /// Forgets what was armed and met no READ.
+    pub fn disarm(&mut self) {
+        self.armed.clear();
+    }
+
+    /// The peer serves other content from now on: the remote keys of the old one are revoked.
+    pub fn switch_content(&mut self, content: ContentTag) {
+        if self.content == content {
+            return;
+        }
+        if self.link == Link::Up && !self.cut {
+            self.write_front_partly();
+            while let Some(posted) = self.posted.pop_front() {
+                self.end(posted.read, Err(ReadError::ContentChanged), self.now);
+            }
+            self.events.push(RailEvent::Ready(content));
+        }
+        self.content = content;
+    }
+
+    /// Lets writes through that should not happen any more; only without the memory rule there are
+    /// any. `leases`: all that are held, see [`DetachedWriter::write`]; one that cannot be done now
+    /// is tried again at the next call. Returns how many were done.
+    #[doc(hidden)]
+    pub fn write_strays(&mut self, leases: &mut [&mut Lease]) -> usize {
+        let before = self.strays.len();
+        let (now, source) = (self.now, &self.source);
+        self.strays.retain(|s| {
+            let Some(image) = source.record(s.content, s.key) else {
+                return false;
+            };
+            let bytes = &image[s.image_offset..s.image_offset + s.bytes];
+            s.lands_at > now || !s.writer.write(bytes, leases)
+        });
+        before - self.strays.len()
+    }
+
+    fn land_until(&mut self, then: Instant) {
+        while !self.cut && self.posted.front().is_some_and(|p| p.lands_at <= then) {
+            let mut posted = self.posted.pop_front().expect("just seen");
+            let result = self.land(&mut posted);
+            let extra = self.rng.below(self.spec.reorder.as_micros() as u64 + 1);
+            let tell_at = posted.lands_at + Duration::from_micros(extra);
+            self.end(posted.read, result, tell_at);
+        }
+    }
+
+    fn land(&mut self, posted: &mut Posted) -> Result<Landed, ReadError> {
+        let read = &mut posted.read;
+        // Those that fail took their time on the wire, too.
+        self.landed_bytes += read.bytes();
+        if posted.revoked {
+            return Err(ReadError::ContentChanged);
+        }
+        if posted.fault == Some(ReadFault::Unavailable) {
+            return Err(ReadError::Unavailable("the mock peer cannot read".into()));
+        }
+        let len = read.range.len();
+        let Some(image) = self.source.record(self.content, read.key) else {
+            return Err(ReadError::Refused("no such record".into()));
+        };
+        let from = read.range.offset();
+        let Some(bytes) = image.get(from..from + len) else {
+            return Err(ReadError::Refused("beyond the record".into()));
+        };
+        match posted.fault {
+            Some(ReadFault::Short) => {
+                let part = self.rng.index(len);
+                read.range.write(0, &bytes[..part]);
+            }
+            Some(ReadFault::Corrupt) => {
+                read.range.write(0, bytes);
+                let at = self.rng.index(len);
+                read.range.write(at, &[!bytes[at]]);
+            }
+            _ => read.range.write(0, bytes),
+        }
+        Ok(Landed::default())
+    }
+
+    /// A READ that is interrupted has written what was on the wire by then.
+    fn write_front_partly(&mut self) {
+        self.note_progress();
+        self.landed_bytes = self.progress_bytes;
+        let (now, content) = (self.now, self.content);
+        let Some(posted) = self.posted.front_mut().filter(|p| !p.revoked) else {
+            return;
+        };
+        let part = posted.part_by(now) as usize;
+        let from = posted.read.range.offset();
+        let image = self.source.record(content, posted.read.key);
+        if let Some(bytes) = image.and_then(|i| i.get(from..from + part)) {
+            posted.read.range.write(0, bytes);
+        }
+    }
+
+    /// The end of a quiesce: everything comes back, and nothing is written any more.
+    fn flush(&mut self, at: Instant) {
+        if !self.cut {
+            self.write_front_partly();
+        }
+        while let Some(posted) = self.posted.pop_front() {
+            if !self.guards.memory_rule && !self.cut && !posted.revoked {
+                self.strays.push(Stray {
+                    writer: posted.read.range.detach_for_simulation(),
+                    key: posted.read.key,
+                    content: self.content,
+                    image_offset: posted.read.range.offset(),
+                    bytes: posted.read.range.len(),
+                    lands_at: posted.lands_at,
+                });
+            }
+            self.end(posted.read, Err(ReadError::Flushed), at);
+        }
+        for ended in &mut self.ended {
+            ended.tell_at = ended.tell_at.min(at);
+        }
+        self.link = Link::Idle;
+    }
+
+    fn end(&mut self, read: Read, result: Result<Landed, ReadError>, tell_at: Instant) {
+        self.ended.push(Ended {
+            completion: Completion { read, result },
+            tell_at,
+        });
+    }
+
+    fn answer_probe(&mut self) {
+        if self.broken_until.is_some_and(|until| self.now < until) {
+            self.link = Link::Idle;
+            self.events
+                .push(RailEvent::ProbeFailed("the link is cut".into()));
+            return;
+        }
+        self.broken_until = None;
+        self.cut = false;
+        self.free_at = self.now;
+        self.link = Link::Up;
+        self.events.push(RailEvent::Ready(self.content));
+    }
+
+    /// Bytes count as they arrive, not only at the end of a READ.
+    fn note_progress(&mut self) {
+        let part = match self.posted.front() {
+            Some(front) if !self.cut => front.part_by(self.now),
+            _ => 0,
+        };
+        // A stall in the middle of a READ moves its times; what has arrived stays so.
+        self.progress_bytes = self.progress_bytes.max(self.landed_bytes + part);
+    }
+}
+
+impl Posted {
+    fn part_by(&self, now: Instant) -> u64 {
+        let done = now.saturating_duration_since(self.starts_at).as_nanos();
+        let all = (self.lands_at - self.starts_at).as_nanos().max(1);
+        (u128::from(self.read.bytes()) * done / all).min(u128::from(self.read.bytes())) as u64
+    }
+}
+
+impl Rail for MockRail {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn kind(&self) -> RailKind {
+        RailKind::Mock
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.spec.capabilities.clone()
+    }
+
+    fn post(&mut self, read: Read) -> Result<(), Box<Read>> {
+        if self.link != Link::Up || self.posted.len() >= self.spec.depth {
+            return Err(Box::new(read));
+        }
+        let factor = match self.now < self.slow_until {
+            true => self.slow_factor,
+            false => 1,
+        };
+        let fault = self.armed.pop_front();
+        let late = match fault {
+            Some(ReadFault::Late(by)) => by,
+            _ => Duration::ZERO,
+        };
+        let jitter = Duration::from_micros(self.rng.below(self.spec.jitter.as_micros() as u64 + 1));
+        let wire_ns = u128::from(read.bytes()) * 1_000_000_000 / u128::from(self.spec.bytes_per_s);
+        let wire = Duration::from_nanos(wire_ns as u64) * factor + jitter;
+        let starts_at = self.free_at.max(self.now + self.spec.latency) + late;
+        self.free_at = starts_at + wire;
+        self.posted.push_back(Posted {
+            read,
+            starts_at,
+            lands_at: self.free_at,
+            fault,
+            revoked: self.told != Some(self.content),
+        });
+        Ok(())
+    }
+
+    fn poll(&mut self, sink: &mut Vec<RailEvent>) {
+        let now = self.now;
+        let ended = std::mem::take(&mut self.ended);
+        let (mut due, later): (Vec<_>, Vec<_>) = ended.into_iter().partition(|e| e.tell_at <= now);
+        self.ended = later;
+        due.sort_by_key(|e| e.tell_at);
+        sink.extend(due.into_iter().map(|e| RailEvent::Completion(e.completion)));
+        for event in &self.events {
+            if let RailEvent::Ready(content) = event {
+                self.told = Some(*content);
+            }
+        }
+        sink.append(&mut self.events);
+    }
+
+    fn progress_bytes(&self) -> u64 {
+        self.progress_bytes
+    }
+
+    fn begin_probe(&mut self) {
+        let answer_at = (self.now + self.spec.connect).max(self.stalled_until);
+        self.link = Link::Probing { answer_at };
+    }
+
+    fn begin_quiesce(&mut self) {
+        self.link = match self.link {
+            Link::Up => Link::Quiescing {
+                until: self.now + self.spec.flush,
+            },
+            Link::Probing { .. } => Link::Idle,
+            link @ (Link::Idle | Link::Quiescing { .. }) => link,
+        };
+    }
+
+    fn is_quiesced(&self) -> bool {
+        self.link == Link::Idle && self.posted.is_empty() && self.ended.is_empty()
+    }
+}
