@@ -144,6 +144,7 @@ pub fn patient() -> TierBuilder {
             base: SLACK,
             floor_bytes_per_s: 0,
         })
+        .streams(1)
         .stall(Duration::from_secs(5))
 }
 

@@ -43,7 +43,7 @@ pub enum Failure {
     ContentChanged,
     /// Out of time; the state of the rails at that moment.
     Deadline(String),
-    /// A rail failed under [`OnFailure::FailFast`].
+    /// A rail failed under [`crate::OnFailure::FailFast`].
     RailFailed(String),
     /// The caller gave up.
     Cancelled,
@@ -63,7 +63,7 @@ pub struct Committed {
 /// A request that ended.
 #[derive(Debug)]
 pub struct Finished {
-    /// As [`Engine::submit`] returned it.
+    /// As [`super::Engine::submit`] returned it.
     pub request: Handle,
     /// Per record, in the order submitted.
     pub records: Vec<Result<Committed, Failure>>,
@@ -74,7 +74,7 @@ pub struct Finished {
 /// What the driver has to do for the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
-    /// Call `begin_quiesce`, and [`Engine::handle_quiesced`] once it is.
+    /// Call `begin_quiesce`, and [`super::Engine::handle_quiesced`] once it is.
     Quiesce(RailId),
     /// Call `begin_probe`.
     Probe(RailId),

@@ -1,7 +1,7 @@
 //! A table whose places are reused: constant-time insert and remove, stable indices, and a reuse
 //! count that tells an old reference from a new one.
 
-/// Reference to an entry of a [`Table`].
+/// Reference to an entry of a table whose places are reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Handle {
     /// Place in the table.
