@@ -54,7 +54,7 @@ pub struct EngineConfig {
     pub backoff_first: Duration,
     /// Longest such wait.
     pub backoff_max: Duration,
-    /// How often a READ is repeated after a checksum failure or a refusal that may pass.
+    /// How often READs of one record are repeated after a checksum failure or a refusal that may pass.
     pub retries: u32,
 }
 

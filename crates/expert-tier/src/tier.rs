@@ -174,7 +174,8 @@ impl TierBuilder {
     /// Connects to a peer over TCP, with records landing in `arena`.
     ///
     /// *Errors*: [`TierError::Connect`], [`TierError::Handshake`], [`TierError::Catalogue`],
-    /// [`TierError::OtherContent`], each within the connect time-out.
+    /// [`TierError::OtherContent`], each within the connect time-out (and, where `addr` is a name,
+    /// the time that the system's resolver takes).
     pub fn connect(self, addr: &str, arena: Arc<ExpertArena>) -> Result<RdmaTier, TierError> {
         let limit = later(Instant::now(), self.connect_timeout);
         if self.streams == 0 || self.streams > expert_wire::limits::STREAMS_MAX {

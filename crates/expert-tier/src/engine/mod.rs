@@ -15,10 +15,11 @@
 //! drops its [`Landing`]; the slot stays quarantined until the last READ posted for it came back.
 //!
 //! Files: `request` is what goes in and comes out, [`health`] the rail state machine, `assign`
-//! picks the next READ, `table` keeps records and requests, `guards` what the simulation may switch
+//! picks the next READ, `complete` takes in its end, `table` keeps records and requests, `guards` what the simulation may switch
 //! off, this one ties them together.
 
 mod assign;
+mod complete;
 mod guards;
 pub mod health;
 mod request;
@@ -35,10 +36,7 @@ use expert_store::catalogue::Layer;
 use expert_wire::Key;
 
 use crate::config::{EngineConfig, OnFailure};
-use crate::rail::{
-    Capabilities, Completion, ContentTag, Landed, RailEvent, RailId, RailKind, Read, ReadError,
-    ReadId,
-};
+use crate::rail::{Capabilities, ContentTag, RailEvent, RailId, RailKind, Read, ReadId};
 use crate::stats::{RequestStats, TierStats};
 #[doc(hidden)]
 pub use guards::Guards;
@@ -403,123 +401,6 @@ impl Engine {
             unverified: self.counters.unverified,
             fallbacks: self.counters.fallbacks,
             backpressure: self.counters.backpressure,
-        }
-    }
-
-    fn handle_completion(&mut self, now: Instant, rail: RailId, completion: Completion) {
-        let Completion { read, result } = completion;
-        let bytes = read.bytes();
-        self.rails[rail.0].unposted(bytes);
-        let latency = now.saturating_duration_since(read.posted_at);
-        let result = result.and_then(|landed| {
-            // A rail that does not hash on its own threads leaves it to us.
-            if read.verify && !landed.verified {
-                read.check_chunks(0, bytes).map_err(ReadError::Checksum)?;
-            }
-            Ok(landed)
-        });
-        let result = match result {
-            Err(ReadError::Flushed) if !self.guards.commit_rule => Ok(Landed::default()),
-            result => result,
-        };
-        let handle = self.record_of(read.id);
-        match result {
-            Ok(landed) => {
-                self.rails[rail.0].landed(bytes, latency, &self.config);
-                let Some(record) = self.records.get_mut(handle) else {
-                    return; // expired or cancelled: dropping the range frees the slot
-                };
-                record.landed_bytes += bytes;
-                let done = record.landed_bytes == record.landing.image_bytes() as u64;
-                let failed_before = record.was_flushed || record.attempts_failed > 0;
-                if record.touched & !(1 << rail.0) != 0 && failed_before {
-                    self.counters.fallbacks += 1;
-                }
-                let request = record.request;
-                read.range.retire();
-                if let Some(request) = self.requests.get_mut(request) {
-                    request.stats.verify += landed.verify_time;
-                }
-                if done {
-                    self.commit(now, handle);
-                }
-            }
-            Err(error) => self.handle_failed(now, rail, handle, read, error),
-        }
-    }
-
-    fn handle_failed(
-        &mut self,
-        now: Instant,
-        rail: RailId,
-        handle: Handle,
-        read: Read,
-        error: ReadError,
-    ) {
-        let errors = &mut self.rails[rail.0].errors;
-        match &error {
-            ReadError::Flushed => errors.flushed += 1,
-            ReadError::Checksum(_) => {
-                errors.checksum += 1;
-                self.counters.verify_failures += 1;
-            }
-            ReadError::ContentChanged => {}
-            _ => errors.refused += 1,
-        }
-        let retries = self.config.retries;
-        let Some(record) = self.records.get_mut(handle) else {
-            return;
-        };
-        let failure = match error {
-            ReadError::Flushed => {
-                // Not an attempt of its own: the rail failed, not the READ. The deadline bounds it.
-                record.was_flushed = true;
-                None
-            }
-            ReadError::ContentChanged => None,
-            ReadError::Checksum(bad) => {
-                record.attempts_failed += 1;
-                (record.attempts_failed > retries).then_some(Failure::Checksum(bad))
-            }
-            ReadError::Unavailable(why) => {
-                record.attempts_failed += 1;
-                (record.attempts_failed > retries).then_some(Failure::Unavailable(why))
-            }
-            ReadError::WrongRecord(why) => Some(Failure::WrongRecord(why)),
-            ReadError::Refused(why) => Some(Failure::Refused(why)),
-        };
-        match failure {
-            Some(failure) => {
-                drop(read);
-                self.fail_record(now, handle, failure);
-            }
-            None => {
-                self.requeue(read);
-                self.check_served(now, handle);
-            }
-        }
-    }
-
-    fn requeue(&mut self, read: Read) {
-        let handle = self.record_of(read.id);
-        if let Some(record) = self.records.get_mut(handle) {
-            record.retries.push(read.range);
-            if !record.in_retry_queue {
-                record.in_retry_queue = true;
-                self.retry_queue.push_back(handle);
-            }
-        }
-    }
-
-    /// The record that a READ was posted for; nobody, when it ended since.
-    fn record_of(&self, id: ReadId) -> Handle {
-        let handle = Handle {
-            index: id.record,
-            reuse: id.reuse,
-        };
-        match self.guards.epoch {
-            true => handle,
-            false => self.records.newest(handle),
         }
     }
 
