@@ -60,20 +60,20 @@ impl Unreadable {
         }
         let end = offset.saturating_add(bytes);
         let mut ranges = self.ranges.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut verdict = Verdict::Fine;
-        let overlaps = |r: &&mut BadRange| r.file == file && r.start < end && offset < r.end;
-        for range in ranges.iter_mut().filter(overlaps) {
-            if now.saturating_duration_since(range.tried) < RETRY_AFTER {
-                return Verdict::Refused;
-            }
-            if verdict == Verdict::Fine {
+        let overlaps = |r: &BadRange| r.file == file && r.start < end && offset < r.end;
+        let is_fresh = |r: &BadRange| now.saturating_duration_since(r.tried) < RETRY_AFTER;
+        if ranges.iter().any(|r| overlaps(r) && is_fresh(r)) {
+            return Verdict::Refused;
+        }
+        match ranges.iter_mut().find(|r| overlaps(r)) {
+            None => Verdict::Fine,
+            Some(range) => {
                 range.tried = now;
-                verdict = Verdict::Try {
+                Verdict::Try {
                     offset: range.start,
-                };
+                }
             }
         }
-        verdict
     }
 
     /// The byte at `offset` can be read again.

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use expert_store::catalogue::CHUNK_BYTES;
+
 /// How READs are spread over rails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Policy {
@@ -56,6 +58,14 @@ pub struct EngineConfig {
     pub backoff_max: Duration,
     /// How often READs of one record are repeated after a checksum failure or a refusal that may pass.
     pub retries: u32,
+}
+
+impl EngineConfig {
+    /// Bytes of the largest READ that is posted on a rail that takes `rail_max_bytes`.
+    pub(crate) fn posted_bytes(&self, rail_max_bytes: u64) -> u64 {
+        let bytes = self.read_bytes.min(rail_max_bytes);
+        (bytes / CHUNK_BYTES).max(1) * CHUNK_BYTES
+    }
 }
 
 impl Default for EngineConfig {

@@ -111,7 +111,8 @@ impl Core {
         let view = self.current_view(patience)?;
         let verify = self.verify != Verify::Off && view.has_checksums;
         let run = self.driver.run();
-        // All that can be refused is refused before the first slot is touched.
+        // What can be known is refused before the first slot is touched; a slot that somebody
+        // leases, or that comes twice, is refused when its turn comes.
         let mut members = Vec::with_capacity(batch.len());
         let mut bytes = 0;
         for &(key, slot) in batch {
@@ -149,7 +150,9 @@ impl Core {
 
     fn check_slot(&self, key: Key, slot: SlotId, need: u64) -> Result<(), TierError> {
         let Some(state) = self.arena.slot_state(slot) else {
-            return Ok(()); // the arena names what is wrong with it
+            // There is none: the arena says so.
+            self.arena.begin_landing(slot, need as usize)?;
+            return Ok(());
         };
         let have = self.arena.slot_bytes(slot.slab) as u64;
         if need > have {
@@ -204,6 +207,9 @@ impl Seen {
     }
 
     fn insert(&mut self, content: Run, key: Key) {
+        if self.content.is_some_and(|(_, run)| run > content.1) {
+            return; // a batch that ended late
+        }
         if self.content != Some(content) {
             self.layers.clear();
             self.content = Some(content);

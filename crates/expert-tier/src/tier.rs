@@ -196,7 +196,9 @@ impl TierBuilder {
                 client_id: rand::random(),
                 connect_timeout: self.connect_timeout,
                 stall: self.stall,
-                read_bytes: self.engine.read_bytes,
+                read_bytes: self
+                    .engine
+                    .posted_bytes(u64::from(expert_wire::limits::READ_MAX_BYTES)),
             },
             notifier.clone(),
         );

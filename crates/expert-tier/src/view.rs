@@ -188,7 +188,11 @@ impl View {
             limit,
         );
         // A peer that restarted answers, or refuses, for what it serves now: no fault of its store.
-        if control.content().is_some_and(|content| content != self.tag) {
+        let served = match &answer {
+            Ok((_, welcome)) => Some(ContentTag::of(welcome)),
+            Err(_) => control.content(),
+        };
+        if served.is_some_and(|content| content != self.tag) {
             return Err(TierError::ContentChanged { key });
         }
         let (blob, _) = answer?;

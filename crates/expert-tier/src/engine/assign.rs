@@ -3,7 +3,6 @@
 use std::time::Instant;
 
 use expert_arena::LandingRange;
-use expert_store::catalogue::CHUNK_BYTES;
 
 use super::{Engine, Handle, RailBook, RailState, Read, ReadId};
 use crate::config::Policy;
@@ -157,8 +156,7 @@ impl Engine {
     }
 
     fn read_max_bytes(&self, book: &RailBook) -> u64 {
-        let bytes = self.config.read_bytes.min(book.capabilities.read_max_bytes);
-        (bytes / CHUNK_BYTES).max(1) * CHUNK_BYTES
+        self.config.posted_bytes(book.capabilities.read_max_bytes)
     }
 
     fn post(&mut self, now: Instant, rail: usize, handle: Handle, range: LandingRange) -> Read {

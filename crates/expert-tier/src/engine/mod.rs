@@ -412,6 +412,7 @@ impl Engine {
             if self.config.on_failure == OnFailure::FailFast {
                 self.fail_users(now, rail, &why);
             }
+            self.check_content(now);
         }
         is_news
     }

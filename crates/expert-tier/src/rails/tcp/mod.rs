@@ -242,7 +242,8 @@ impl Rail for TcpRail {
                 // The engine judges the rail as a whole; one dead connection beside a busy one is
                 // seen here.
                 let moved_at = lane.moved_at_ms.load(Ordering::Relaxed);
-                if lane.outstanding_bytes.load(Ordering::Relaxed) > 0
+                if lock(&attempt.state).error.is_none()
+                    && lane.outstanding_bytes.load(Ordering::Relaxed) > 0
                     && self.shared.now_ms().saturating_sub(moved_at) >= stall_ms
                 {
                     let why = format!("stream {i}: no byte for {:?}", self.config.stall);
@@ -401,8 +402,10 @@ impl Attempt {
     }
 
     fn complete(&self, lane: usize, read: Read, result: Result<Landed, ReadError>) {
-        self.lanes[lane]
-            .outstanding_bytes
+        // An answer without bytes is a sign of life, too.
+        let own = &self.lanes[lane];
+        own.moved_at_ms.store(self.rail.now_ms(), Ordering::Relaxed);
+        own.outstanding_bytes
             .fetch_sub(read.bytes(), Ordering::Relaxed);
         self.rail
             .push(RailEvent::Completion(Completion { read, result }));
