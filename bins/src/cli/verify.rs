@@ -39,7 +39,7 @@ struct Verified<'a> {
     #[serde(flatten)]
     report: &'a VerifyReport,
     content_id: &'a Option<String>,
-    /// Computed with `--digest`, else as recorded.
+    /// Computed with `--digest` where every byte is right, else null.
     payload_digest: Option<String>,
     recorded_payload_digest: Option<String>,
     seconds: f64,
@@ -69,9 +69,9 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     // Over bytes that are known to be bad it would tell nothing.
     let digest = match args.digest && report.is_ok() {
         true => Some(payload_digest(&store, &work)?),
-        false => recorded,
+        false => None,
     };
-    let digest_differs = recorded.is_some() && digest != recorded;
+    let digest_differs = digest.is_some() && recorded.is_some() && digest != recorded;
     let verified = Verified {
         ok: report.is_ok() && !digest_differs,
         report: &report,
@@ -137,6 +137,11 @@ fn text(verified: &Verified<'_>) -> String {
             format!("{:.2} s, {:.2} GB/s", verified.seconds, verified.gb_per_s),
         ),
     ]));
+    if let (None, Some(recorded)) = (&verified.payload_digest, &verified.recorded_payload_digest) {
+        out.push_str(&format!(
+            "recorded payload-digest (not computed): {recorded}\n"
+        ));
+    }
     if let Some(digest) = &verified.payload_digest {
         // Not aligned: scripts look for this line.
         out.push_str(&format!("payload-digest: {digest}\n"));

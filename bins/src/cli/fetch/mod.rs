@@ -126,9 +126,9 @@ enum Backend {
     Posix,
     /// A peer, over TCP
     Rdma,
-    /// A peer, by one-sided READs
+    /// A peer, by one-sided READs (not in this version)
     RdmaVerbs,
-    /// This machine's disk, by direct reads
+    /// This machine's disk, by direct reads (not in this version)
     Uma,
 }
 
@@ -151,6 +151,16 @@ enum VerifyArg {
     First,
     /// Never
     Off,
+}
+
+impl VerifyArg {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Always => "always",
+            Self::First => "first",
+            Self::Off => "off",
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -210,6 +220,12 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         .expect_content_id(expect);
     let (tier, keys): (Box<dyn ExpertTier>, Vec<Key>) = match args.expert_backend {
         Backend::Posix => {
+            if args.expert_peer.is_some() {
+                return Err(UsageError(
+                    "--expert-peer is for --expert-backend rdma; posix reads --store".into(),
+                )
+                .into());
+            }
             let path = args
                 .store
                 .as_ref()
@@ -220,6 +236,13 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             (Box::new(builder.open_posix(store, arena)?), keys)
         }
         Backend::Rdma => {
+            if args.store.is_some() || args.stack.is_some() {
+                return Err(UsageError(
+                    "--store and --stack are for --expert-backend posix; a peer was given its own"
+                        .into(),
+                )
+                .into());
+            }
             let addr = match &args.expert_peer {
                 Some(addr) => addr.clone(),
                 None => env::peer()?.ok_or_else(|| {
@@ -545,6 +568,7 @@ impl<'a> Fetch<'a> {
             verify_seconds: self.verify.as_secs_f64(),
             payload_digest: self.first_digest.map(hex128),
             content_id: self.tier.info().content_id,
+            verify: self.args.verify.name(),
             verified: self.all_verified && self.records > 0,
             verify_failures: stats.verify_failures,
             fallbacks: stats.fallbacks,

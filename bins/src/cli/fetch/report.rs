@@ -20,6 +20,7 @@ pub(super) struct Report {
     pub(super) batch_p50_us: u64,
     pub(super) batch_p99_us: u64,
     pub(super) cpu_seconds_per_gib: f64,
+    pub(super) verify: &'static str,
     pub(super) verify_seconds: f64,
     pub(super) payload_digest: Option<String>,
     pub(super) content_id: Option<String>,
@@ -68,10 +69,12 @@ pub(super) fn text(report: &Report, arena: &ExpertArena) -> String {
         ),
         (
             "checksums",
-            match (report.verified, report.verify_failures) {
-                (true, 0) => "every chunk compared".to_owned(),
-                (true, n) => format!("every chunk compared, {n} had to be read again"),
-                (false, n) => format!("NOT all compared, {n} failures"),
+            match (report.verify, &report.content_id, report.verify_failures) {
+                ("off", ..) => "off, as asked".to_owned(),
+                (_, None, _) => "NOT compared: the store has none".to_owned(),
+                ("first", _, 0) => "compared at the first fetch of each record".to_owned(),
+                (_, _, 0) => "every chunk compared".to_owned(),
+                (_, _, n) => format!("compared, {n} chunks did not fit"),
             },
         ),
         ("arena", arena.report().to_string().replace('\n', "; ")),
