@@ -145,10 +145,10 @@ fn flipped_byte_is_named_by_layer_expert_and_chunk_and_not_unpacked() {
         }
         let output = expert(&all);
         let error = output.error(1);
-        assert!(
-            error.contains("layer 1 expert 1 chunk 0: checksum"),
-            "{error}"
-        );
+        // Of two bad records whole-store work names the one that a worker came upon first.
+        let names_a_bad_one = error.contains("layer 1 expert 1 chunk 0: checksum")
+            || (key.is_empty() && error.contains("layer 1 expert 2 chunk 1: checksum"));
+        assert!(names_a_bad_one, "{error}");
         assert_eq!(tree::names(packed.dir.path()), ["checkpoint", "store"]);
     }
     expert(&[
