@@ -1,5 +1,6 @@
 //! A record image as a sequence of file ranges and zeros.
 
+use crate::StoreError;
 use crate::catalogue::Layer;
 
 /// One part of a record image.
@@ -60,4 +61,29 @@ pub(crate) fn for_each_piece(
     if at < end {
         f(Piece::Zeros { bytes: end - at });
     }
+}
+
+/// Fills `buf` with a record image's bytes from `offset`: padding as zeros, the rest by `read(file,
+/// offset in the file, part)`. The first error ends the reading.
+pub(crate) fn fill(
+    layer: &Layer,
+    position: usize,
+    offset: u64,
+    buf: &mut [u8],
+    mut read: impl FnMut(u32, u64, &mut [u8]) -> Result<(), StoreError>,
+) -> Result<(), StoreError> {
+    let mut at = 0;
+    let mut result = Ok(());
+    for_each_piece(layer, position, offset, buf.len() as u64, |piece| {
+        let part = &mut buf[at..at + piece.bytes() as usize];
+        at += part.len();
+        match piece {
+            Piece::Zeros { .. } => part.fill(0),
+            Piece::File { file, offset, .. } if result.is_ok() => {
+                result = read(file, offset, part);
+            }
+            Piece::File { .. } => {}
+        }
+    });
+    result
 }

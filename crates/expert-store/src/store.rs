@@ -345,20 +345,9 @@ impl Store {
     /// *Errors*: as [`Store::for_each_piece`]; [`StoreError::Io`] also for a file that became shorter.
     pub fn read_image(&self, key: Key, offset: u64, buf: &mut [u8]) -> Result<(), StoreError> {
         let (layer, position) = self.locate_range(key, offset, buf.len() as u64)?;
-        let mut at = 0;
-        let mut result = Ok(());
-        pieces::for_each_piece(layer, position, offset, buf.len() as u64, |piece| {
-            let part = &mut buf[at..at + piece.bytes() as usize];
-            at += part.len();
-            match piece {
-                Piece::Zeros { .. } => part.fill(0),
-                Piece::File { file, offset, .. } if result.is_ok() => {
-                    result = self.read_file(file, offset, part);
-                }
-                Piece::File { .. } => {}
-            }
-        });
-        result
+        pieces::fill(layer, position, offset, buf, |file, offset, part| {
+            self.read_file(file, offset, part)
+        })
     }
 
     fn read_file(&self, file: u32, offset: u64, buf: &mut [u8]) -> Result<(), StoreError> {

@@ -16,7 +16,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::catalogue::{CHUNK_BYTES, Catalogue, Class, Layer};
 use crate::open_files::make_room;
-use crate::pieces::{self, Piece};
+use crate::pieces;
 use crate::progress::{NoProgress, Progress};
 use crate::quiet::QuietFile;
 use crate::stamp::FileStamp;
@@ -189,20 +189,9 @@ impl Reader {
         offset: u64,
         buf: &mut [u8],
     ) -> Result<(), StoreError> {
-        let mut at = 0;
-        let mut result = Ok(());
-        pieces::for_each_piece(layer, position, offset, buf.len() as u64, |piece| {
-            let part = &mut buf[at..at + piece.bytes() as usize];
-            at += part.len();
-            match piece {
-                Piece::Zeros { .. } => part.fill(0),
-                Piece::File { file, offset, .. } if result.is_ok() => {
-                    result = self.read_file(file, offset, part);
-                }
-                Piece::File { .. } => {}
-            }
-        });
-        result
+        pieces::fill(layer, position, offset, buf, |file, offset, part| {
+            self.read_file(file, offset, part)
+        })
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use expert_wire::client::{Outcome, Protocol};
@@ -14,6 +14,7 @@ use crate::engine::later;
 use crate::error::TierError;
 use crate::rail::ContentTag;
 use crate::rails::socket;
+use crate::sync::lock;
 
 /// Answers to other questions, notices and pings that may come before the answer.
 const STRAY_FRAMES_MAX: u32 = 64;
@@ -119,9 +120,7 @@ impl Control {
     }
 
     fn slot(&self) -> MutexGuard<'_, Option<Connection>> {
-        self.connection
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        lock(&self.connection)
     }
 
     /// Keeps a connection for the next question; says who was asked.

@@ -16,6 +16,7 @@ use crate::error::TierError;
 use crate::rail::ContentTag;
 use crate::record::Record;
 use crate::stats::{RequestStats, TierStats};
+use crate::sync::lock;
 use crate::view::View;
 
 /// How much longer than its deadline a caller waits for the driver: it ends requests on time
@@ -174,17 +175,11 @@ impl Core {
     }
 
     fn must_verify(&self, content: Run, key: Key) -> bool {
-        self.verify != Verify::First
-            || !self
-                .seen
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .contains(content, key)
+        self.verify != Verify::First || !lock(&self.seen).contains(content, key)
     }
 
     fn note_verified(&self, content: Run, key: Key) {
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.insert(content, key);
+        lock(&self.seen).insert(content, key);
     }
 }
 

@@ -7,7 +7,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::mpsc;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -16,6 +16,7 @@ use crate::engine::{Action, Engine, Finished, Handle, Order, Refused, until};
 use crate::notify::Notifier;
 use crate::rail::{ContentTag, Rail, RailEvent, RailId};
 use crate::stats::TierStats;
+use crate::sync::lock;
 
 /// How long dropping a driver may take before it leaves the thread behind.
 const SHUTDOWN_MAX: Duration = Duration::from_secs(5);
@@ -472,9 +473,4 @@ impl Drop for Run {
         self.control.refuse_commands();
         self.control.changed.notify_all();
     }
-}
-
-/// A panic while one of these is held leaves plain data that is whole.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

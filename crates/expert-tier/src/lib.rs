@@ -29,6 +29,7 @@ mod rails;
 mod record;
 pub mod sim;
 pub mod stats;
+mod sync;
 mod tier;
 mod view;
 

@@ -2,7 +2,7 @@
 //! layers as they are needed.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use expert_store::catalogue::{
@@ -19,6 +19,7 @@ use expert_wire::{Key, limits};
 use crate::control::Control;
 use crate::error::TierError;
 use crate::rail::ContentTag;
+use crate::sync::lock;
 
 /// One content and what is known of it. Immutable but for the cache of layers.
 pub(crate) struct View {
@@ -139,7 +140,7 @@ impl View {
     }
 
     fn layer(&self, key: Key, limit: Instant) -> Result<Arc<Layer>, TierError> {
-        let cached = || self.layers.lock().unwrap_or_else(PoisonError::into_inner);
+        let cached = || lock(&self.layers);
         if let Some(layer) = cached().get(&key.layer) {
             return Ok(layer.clone());
         }

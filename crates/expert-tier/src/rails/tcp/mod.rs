@@ -16,7 +16,7 @@ use std::io;
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use expert_arena::RecvFlags;
@@ -34,6 +34,7 @@ use crate::notify::Notifier;
 use crate::rail::{
     Capabilities, Completion, ContentTag, Landed, Rail, RailEvent, RailKind, Read, ReadError,
 };
+use crate::sync::lock;
 pub(crate) use v1::v1_tag;
 use v2::LaneV2;
 
@@ -576,8 +577,4 @@ fn recv_exact(mut stream: &TcpStream, buffer: &mut [u8]) -> Result<(), LaneEnd> 
         io::ErrorKind::UnexpectedEof => "the peer closed the connection".to_owned(),
         _ => format!("connection lost: {e}"),
     })
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -7,8 +7,9 @@ use expert_wire::frame::{self, FrameHeader, FrameKind};
 use expert_wire::limits;
 use expert_wire::message::{ChecksumReport, ErrorCode, ErrorFrame, Welcome};
 
-use super::{Attempt, LaneEnd, lock, recv_exact};
+use super::{Attempt, LaneEnd, recv_exact};
 use crate::rail::{Read, ReadError};
+use crate::sync::lock;
 
 /// Most bytes that may wait for a peer that does not read: far more than a window of READs needs.
 const UNSENT_MAX_BYTES: usize = 1 << 20;
