@@ -1,0 +1,4 @@
+//! One-sided verbs.
+
+pub mod attributes;
+pub mod memory;
