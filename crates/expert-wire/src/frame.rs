@@ -42,6 +42,14 @@ pub enum FrameKind {
     StoreChanged = 14,
     /// Client reports a chunk whose checksum did not fit: [`crate::message::ChecksumReport`].
     ChecksumReport = 15,
+    /// Client asks which rails the peer has; empty payload.
+    Rails = 16,
+    /// Answer to `Rails`: [`crate::verbs::RailInfo`]s.
+    RailsReply = 17,
+    /// Client opens a rail: [`crate::verbs::OpenRail`].
+    OpenRail = 18,
+    /// Answer to `OpenRail`: [`crate::verbs::RailOpened`].
+    RailOpened = 19,
 }
 
 impl FrameKind {
@@ -63,6 +71,10 @@ impl FrameKind {
             13 => Goodbye,
             14 => StoreChanged,
             15 => ChecksumReport,
+            16 => Rails,
+            17 => RailsReply,
+            18 => OpenRail,
+            19 => RailOpened,
             _ => return None,
         })
     }

@@ -2,6 +2,7 @@
 //!
 //! * [`Key`] names an expert record; [`limits`] bounds everything that a stranger can announce.
 //! * [`v1`] is the frozen first protocol: the codec of its few messages and of its manifest.
+//! * [`v1_verbs`] is its queue-pair exchange, [`verbs`] that of protocol v2.
 //! * [`frame`] is the frame of protocol v2, [`message`] the messages in those frames.
 //! * [`client`] and [`server`] are the session state machines: bytes in, bytes and events out.
 //!   They open no socket and read no clock, so one simulated pair drives all protocol tests.
@@ -17,6 +18,8 @@ pub mod limits;
 pub mod message;
 pub mod server;
 pub mod v1;
+pub mod v1_verbs;
+pub mod verbs;
 
 pub use frame::{FrameHeader, FrameKind};
 pub use key::Key;

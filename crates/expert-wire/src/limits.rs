@@ -23,3 +23,9 @@ pub const EXPERTS_MAX: u32 = 65_535;
 pub const ERROR_TEXT_MAX_BYTES: usize = 4096;
 /// Rails that v1 can name.
 pub const V1_RAILS_MAX: u8 = 8;
+/// Rails of one peer.
+pub const RAILS_MAX: u8 = 16;
+/// Queue pairs that one client may open on one rail.
+pub const QPS_PER_RAIL_MAX: u8 = 16;
+/// Regions of one rail: what fits one frame.
+pub const REGIONS_MAX: u32 = 500_000;

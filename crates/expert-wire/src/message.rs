@@ -199,6 +199,10 @@ pub enum ErrorCode {
     StoreUnreadable = 12,
     /// A fault of the peer.
     Internal = 13,
+    /// The peer has no such rail.
+    NoSuchRail = 14,
+    /// The rail cannot be opened now: no queue pairs, no memory registered, no link.
+    RailUnavailable = 15,
 }
 
 impl ErrorCode {
@@ -218,6 +222,8 @@ impl ErrorCode {
             10 => Unauthorized,
             11 => Timeout,
             12 => StoreUnreadable,
+            14 => NoSuchRail,
+            15 => RailUnavailable,
             _ => Internal,
         }
     }
@@ -230,6 +236,7 @@ impl ErrorCode {
                 | ErrorCode::ShuttingDown
                 | ErrorCode::Timeout
                 | ErrorCode::StoreChanged
+                | ErrorCode::RailUnavailable
         )
     }
 }

@@ -17,6 +17,8 @@ use crate::message::{
     VERSION, Welcome,
 };
 use crate::v1::{self, Greeting, V2Offer};
+use crate::v1_verbs::{self, V1Endpoint, V1Rail};
+use crate::verbs::OpenRail;
 use crate::{Key, WireError, limits};
 
 /// Most bytes of a client that a session holds: one largest frame.
@@ -38,6 +40,27 @@ pub enum Event {
     V1Read(Key),
     /// v1: the client ended the session.
     V1End,
+    /// v1: the client wants so many rails; answer with [`ServerSession::offer_v1_rails`] or
+    /// [`ServerSession::refuse`], nothing else comes before that.
+    V1Verbs {
+        /// 1 to 8.
+        rails: u8,
+    },
+    /// v1: the client's queue pairs; connect them, then call [`ServerSession::v1_rails_ready`] or
+    /// [`ServerSession::refuse`]. Afterwards the session is silent until the client hangs up.
+    V1Connect(Vec<V1Endpoint>),
+    /// v2: answer with a `RailsReply`.
+    Rails {
+        /// Goes into the answer.
+        id: u64,
+    },
+    /// v2: answer with a `RailOpened`.
+    OpenRail {
+        /// Goes into the answer.
+        id: u64,
+        /// What is asked for; rail and epoch have not been checked.
+        request: OpenRail,
+    },
     /// v2: answer with [`ServerSession::accept`] or [`ServerSession::refuse`]; nothing else comes
     /// before that.
     Hello(ClientHello),
@@ -76,7 +99,9 @@ pub enum Event {
 #[non_exhaustive]
 pub enum CloseReason {
     /// Mode byte 1.
-    #[error("the client asked for verbs (mode byte 1), which this peer does not serve")]
+    #[error(
+        "the client asked for v1 verbs (mode byte 1), which this peer does not serve from this store"
+    )]
     VerbsUnsupported,
     /// Mode byte 0 where there is no v1 manifest.
     #[error("the client asked for the v1 TCP mode, which this store cannot serve")]
@@ -109,6 +134,20 @@ enum State {
     Mode,
     /// In the v1 TCP loop.
     V1,
+    /// v1 verbs: waits for the count of rails.
+    V1RailCount,
+    /// v1 verbs: waits for the driver's offer of that many.
+    V1Offering {
+        rails: u8,
+    },
+    /// v1 verbs: waits for the client's rails, as many.
+    V1Rails {
+        rails: u8,
+    },
+    /// v1 verbs: waits for the driver to connect them.
+    V1Connecting,
+    /// v1 verbs: nothing more is said.
+    V1Silent,
     /// Waits for the client's hello.
     Hello,
     /// Waits for the driver's answer to the hello.
@@ -125,6 +164,7 @@ enum State {
 pub struct ServerSession {
     state: State,
     serves_v1: bool,
+    serves_v1_verbs: bool,
     is_v2: bool,
     input: Vec<u8>,
     start: usize,
@@ -155,6 +195,7 @@ impl ServerSession {
         Self {
             state: State::Mode,
             serves_v1: greeting.manifest.is_some(),
+            serves_v1_verbs: false,
             is_v2: false,
             input: vec![0; INPUT_START_BYTES],
             start: 0,
@@ -162,6 +203,11 @@ impl ServerSession {
             output: greeting.encode(),
             messages: 0,
         }
+    }
+
+    /// Opens the v1 verbs mode, too.
+    pub fn serve_v1_verbs(&mut self) {
+        self.serves_v1_verbs = self.serves_v1;
     }
 
     /// Where to put the next bytes of the client. Not empty after [`Self::poll_event`] yielded
@@ -218,7 +264,7 @@ impl ServerSession {
 
     /// Whether the client has shown what it is: time-outs of the handshake end here.
     pub fn handshake_done(&self) -> bool {
-        matches!(self.state, State::V1 | State::Open)
+        matches!(self.state, State::V1 | State::V1Silent | State::Open)
     }
 
     /// Whether the client chose v2, so that it understands error frames.
@@ -237,10 +283,32 @@ impl ServerSession {
     pub fn poll_event(&mut self) -> Option<Event> {
         loop {
             let event = match self.state {
-                State::Closed | State::Accepting { .. } => return None,
+                State::Closed
+                | State::Accepting { .. }
+                | State::V1Offering { .. }
+                | State::V1Connecting => return None,
                 State::Mode => {
                     let [mode] = self.take_array()?;
                     self.mode(mode)
+                }
+                State::V1RailCount => {
+                    let [count] = self.take_array()?;
+                    self.v1_rail_count(count)
+                }
+                State::V1Rails { rails } => {
+                    let bytes = 1 + usize::from(rails) * v1_verbs::CLIENT_RAIL_BYTES;
+                    if self.end - self.start < bytes {
+                        self.reserve(bytes);
+                        return None;
+                    }
+                    self.v1_rails(rails, bytes)
+                }
+                State::V1Silent => {
+                    let [byte] = self.take_array()?;
+                    Err(CloseReason::BadFrame(WireError::Unexpected {
+                        what: "byte in a v1 verbs session",
+                        got: byte.into(),
+                    }))
                 }
                 State::V1 => {
                     let request = self.take_array()?;
@@ -316,6 +384,10 @@ impl ServerSession {
                 Ok(Some(Event::V1Start))
             }
             v1::MODE_TCP => Err(CloseReason::V1Unavailable),
+            v1::MODE_VERBS if self.serves_v1_verbs => {
+                self.state = State::V1RailCount;
+                Ok(None)
+            }
             v1::MODE_VERBS => Err(CloseReason::VerbsUnsupported),
             v1::MODE_V2 => {
                 self.is_v2 = true;
@@ -324,6 +396,46 @@ impl ServerSession {
             }
             other => Err(CloseReason::UnknownMode(other)),
         }
+    }
+
+    /// v1 verbs: the server's rails, as many as were asked for.
+    pub fn offer_v1_rails(&mut self, offer: &[V1Rail]) {
+        let State::V1Offering { rails } = self.state else {
+            return;
+        };
+        debug_assert_eq!(offer.len(), usize::from(rails), "one for each asked for");
+        self.output
+            .extend_from_slice(&v1_verbs::encode_server_rails(offer));
+        self.state = State::V1Rails { rails };
+    }
+
+    /// v1 verbs: the queue pairs answer READs.
+    pub fn v1_rails_ready(&mut self) {
+        if self.state == State::V1Connecting {
+            self.output.push(0);
+            self.state = State::V1Silent;
+        }
+    }
+
+    fn v1_rail_count(&mut self, count: u8) -> Result<Option<Event>, CloseReason> {
+        let rails = v1_verbs::check_rail_count(count)?;
+        self.state = State::V1Offering { rails };
+        Ok(Some(Event::V1Verbs { rails }))
+    }
+
+    fn v1_rails(&mut self, rails: u8, bytes: usize) -> Result<Option<Event>, CloseReason> {
+        let message = &self.input[self.start..self.start + bytes];
+        if message[0] != rails {
+            return Err(CloseReason::BadFrame(WireError::Unexpected {
+                what: "v1 rail count",
+                got: message[0].into(),
+            }));
+        }
+        let endpoints = v1_verbs::decode_client_rails(&message[1..])?;
+        self.start += bytes;
+        self.messages += 1;
+        self.state = State::V1Connecting;
+        Ok(Some(Event::V1Connect(endpoints)))
     }
 
     fn frame(
@@ -351,6 +463,11 @@ impl ServerSession {
             FrameKind::Read => Some(Event::Read {
                 id,
                 request: ReadRequest::decode(payload)?,
+            }),
+            FrameKind::Rails => Some(Event::Rails { id }),
+            FrameKind::OpenRail => Some(Event::OpenRail {
+                id,
+                request: OpenRail::decode(payload)?,
             }),
             FrameKind::ChecksumReport => {
                 Some(Event::ChecksumReport(ChecksumReport::decode(payload)?))
@@ -407,13 +524,20 @@ impl ServerSession {
         let max_bytes = match header.kind {
             FrameKind::ClientHello if !open => max_bytes,
             _ if !open => return Err(CloseReason::UnexpectedFrame(header.kind)),
-            FrameKind::StoreInfo | FrameKind::Catalogue | FrameKind::Read if header.id == 0 => {
+            FrameKind::StoreInfo
+            | FrameKind::Catalogue
+            | FrameKind::Read
+            | FrameKind::Rails
+            | FrameKind::OpenRail
+                if header.id == 0 =>
+            {
                 return Err(CloseReason::ZeroId);
             }
-            FrameKind::StoreInfo | FrameKind::Goodbye => 0,
+            FrameKind::StoreInfo | FrameKind::Rails | FrameKind::Goodbye => 0,
             FrameKind::Ping | FrameKind::Pong => PING_MAX_BYTES,
             FrameKind::Catalogue
             | FrameKind::Read
+            | FrameKind::OpenRail
             | FrameKind::ChecksumReport
             | FrameKind::Error => max_bytes,
             _ => return Err(CloseReason::UnexpectedFrame(header.kind)),

@@ -1,6 +1,6 @@
 //! The frozen first protocol: its manifest and the few fixed messages of its TCP mode.
 //!
-//! Not here: the verbs mode's queue-pair exchange, which belongs with the verbs rail.
+//! Not here: the verbs mode's queue-pair exchange, see [`crate::v1_verbs`].
 
 use serde::{Deserialize, Serialize};
 

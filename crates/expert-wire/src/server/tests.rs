@@ -245,3 +245,82 @@ fn refusal_has_the_reason_and_none_of_the_v1_keys() {
     assert_eq!(greeting.manifest, None);
     assert_eq!(greeting.v2.unwrap().refused.as_deref(), Some("busy"));
 }
+
+#[test]
+fn v1_verbs_session_goes_from_count_to_silence_in_any_pieces() {
+    let endpoint = |n| V1Endpoint {
+        qpn: 16 + n,
+        psn: 5,
+        gid: [n as u8; 16],
+    };
+    let client: Vec<V1Endpoint> = (0..2).map(endpoint).collect();
+    let offer: Vec<V1Rail> = (2..4)
+        .map(|n| V1Rail {
+            endpoint: endpoint(n),
+            layers: vec![v1_verbs::V1Region { base: 1, rkey: 2 }; 2],
+        })
+        .collect();
+    let mut bytes = vec![v1::MODE_VERBS, 2];
+    bytes.extend(v1_verbs::encode_client_rails(&client));
+    for piece in [1, 3, 49, 200] {
+        let mut session = ServerSession::new(&greeting(true));
+        session.serve_v1_verbs();
+        session.output().clear();
+        let mut events = Vec::new();
+        for part in bytes.chunks(piece) {
+            assert_eq!(session.feed(part), part.len());
+            while let Some(event) = session.poll_event() {
+                match &event {
+                    Event::V1Verbs { rails: 2 } => session.offer_v1_rails(&offer),
+                    Event::V1Connect(_) => session.v1_rails_ready(),
+                    _ => {}
+                }
+                events.push(event);
+            }
+        }
+        assert_eq!(
+            events,
+            [
+                Event::V1Verbs { rails: 2 },
+                Event::V1Connect(client.clone())
+            ]
+        );
+        let mut expected = v1_verbs::encode_server_rails(&offer);
+        expected.push(0);
+        assert_eq!(*session.output(), expected);
+        assert!(session.handshake_done());
+        session.feed(&[0]);
+        assert!(matches!(session.poll_event(), Some(Event::Closed(_))));
+    }
+}
+
+#[test]
+fn v1_verbs_counts_that_are_0_too_large_or_differ_end_the_session() {
+    for bytes in [
+        vec![v1::MODE_VERBS, 0],
+        vec![v1::MODE_VERBS, 9],
+        [vec![v1::MODE_VERBS, 1, 2], vec![0; 48]].concat(),
+    ] {
+        let mut session = ServerSession::new(&greeting(true));
+        session.serve_v1_verbs();
+        session.feed(&bytes);
+        let mut last = None;
+        while let Some(event) = session.poll_event() {
+            if event == (Event::V1Verbs { rails: 1 }) {
+                session.offer_v1_rails(&[V1Rail {
+                    endpoint: V1Endpoint {
+                        qpn: 1,
+                        psn: 1,
+                        gid: [0; 16],
+                    },
+                    layers: vec![],
+                }]);
+            }
+            last = Some(event);
+        }
+        assert!(
+            matches!(last, Some(Event::Closed(_))),
+            "{bytes:?}: {last:?}"
+        );
+    }
+}
