@@ -248,7 +248,7 @@ fn refusal_has_the_reason_and_none_of_the_v1_keys() {
 
 #[test]
 fn v1_verbs_session_goes_from_count_to_silence_in_any_pieces() {
-    let endpoint = |n| V1Endpoint {
+    let endpoint = |n: u32| V1Endpoint {
         qpn: 16 + n,
         psn: 5,
         gid: [n as u8; 16],
@@ -299,7 +299,7 @@ fn v1_verbs_counts_that_are_0_too_large_or_differ_end_the_session() {
     for bytes in [
         vec![v1::MODE_VERBS, 0],
         vec![v1::MODE_VERBS, 9],
-        [vec![v1::MODE_VERBS, 1, 2], vec![0; 48]].concat(),
+        [vec![v1::MODE_VERBS, 1, 2], vec![0u8; 48]].concat(),
     ] {
         let mut session = ServerSession::new(&greeting(true));
         session.serve_v1_verbs();
