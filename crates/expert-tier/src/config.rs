@@ -48,6 +48,9 @@ pub struct EngineConfig {
     /// Bytes in flight per lane (TCP stream or queue pair): posted READs cannot be recalled, so
     /// little is posted at a time. 4 MiB is a millisecond at 4 GB/s, several round trips.
     pub window_bytes: u64,
+    /// Whether less is posted on a slow rail: what it carries in 20 ms, but two READs at least.
+    /// Otherwise a few slow rails would take all there is at once, and none could help another.
+    pub adapt_window: bool,
     /// Bytes of one READ; rounded down to chunks of 256 KiB, at least one.
     pub read_bytes: u64,
     /// Bytes of all requests that are admitted and not done; more is refused with back-pressure.
@@ -74,6 +77,7 @@ impl Default for EngineConfig {
             policy: Policy::default(),
             on_failure: OnFailure::default(),
             window_bytes: 4 << 20,
+            adapt_window: true,
             read_bytes: 1 << 20,
             inflight_max_bytes: 4 << 30,
             backoff_first: Duration::from_millis(50),

@@ -124,6 +124,7 @@ struct Control {
 struct Snapshot {
     stats: TierStats,
     healthy: bool,
+    settled: bool,
     content: Option<ContentTag>,
     /// Grows with every change of a rail's state or content.
     run: u64,
@@ -176,6 +177,7 @@ impl Driver {
             snapshot: Mutex::new(Snapshot {
                 stats: engine.stats(),
                 healthy: false,
+                settled: false,
                 content: None,
                 run: 0,
                 rails: engine.describe_rails(),
@@ -231,15 +233,19 @@ impl Driver {
         }
     }
 
-    /// Waits until a rail works; the state of the rails otherwise.
+    /// Waits until a rail works and each preferred one was tried, or `limit` has come and any
+    /// works; the state of the rails otherwise.
     pub(crate) fn wait_healthy(&self, limit: Instant) -> Result<(), String> {
         let mut snapshot = lock(&self.control.snapshot);
         loop {
-            if snapshot.healthy {
+            if snapshot.healthy && snapshot.settled {
                 return Ok(());
             }
             let now = Instant::now();
             if now >= limit || snapshot.stopped {
+                if snapshot.healthy {
+                    return Ok(());
+                }
                 return Err(snapshot.rails.clone());
             }
             snapshot = self
@@ -437,6 +443,7 @@ impl Run {
         let mut snapshot = lock(&self.control.snapshot);
         snapshot.stats = self.engine.stats();
         snapshot.healthy = self.engine.is_healthy();
+        snapshot.settled = self.engine.is_settled();
         snapshot.content = self.engine.content();
         snapshot.run = self.engine.rails_revision();
         snapshot.rails = self.engine.describe_rails();

@@ -55,6 +55,9 @@ pub struct Capabilities {
     pub lanes: u32,
     /// No progress for this long with READs posted means that the rail is stalled.
     pub stall: Duration,
+    /// Preference, 0 first: a rail takes READs only while none of a lower rank works with the same
+    /// content.
+    pub rank: u8,
 }
 
 /// What kind of thing a rail is; for people and statistics.
@@ -67,6 +70,10 @@ pub enum RailKind {
     TcpV1,
     /// Files of a store on this machine.
     Local,
+    /// One-sided READs of a v2 peer's memory.
+    Verbs,
+    /// One-sided READs of a v1 peer's memory.
+    VerbsV1,
     /// A test's.
     Mock,
 }

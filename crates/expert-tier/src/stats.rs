@@ -151,6 +151,8 @@ pub struct TierStats {
     pub unverified: u64,
     /// Times that a READ was finished by another rail than the one it was first posted on.
     pub fallbacks: u64,
+    /// Times that rails of a lower preference took over because no preferred one worked.
+    pub takeovers: u64,
     /// Requests refused with back-pressure.
     pub backpressure: u64,
 }

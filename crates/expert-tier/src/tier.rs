@@ -196,6 +196,7 @@ impl TierBuilder {
                 client_id: rand::random(),
                 connect_timeout: self.connect_timeout,
                 stall: self.stall,
+                rank: 0,
                 read_bytes: self
                     .engine
                     .posted_bytes(u64::from(expert_wire::limits::READ_MAX_BYTES)),

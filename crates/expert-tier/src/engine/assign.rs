@@ -16,7 +16,7 @@ impl Engine {
         let rails = self.rails.len();
         for step in 0..rails {
             let rail = (self.turn + step) % rails;
-            if !self.rails[rail].is_up() {
+            if !self.rails[rail].is_up() || self.is_outranked(rail) {
                 continue;
             }
             if let Some(read) = self.pick(now, rail) {
@@ -26,6 +26,14 @@ impl Engine {
             }
         }
         None
+    }
+
+    /// Whether a preferred rail works with the same content.
+    fn is_outranked(&self, rail: usize) -> bool {
+        let own = &self.rails[rail];
+        self.rails.iter().any(|b| {
+            b.capabilities.rank < own.capabilities.rank && b.is_up() && b.content == own.content
+        })
     }
 
     fn pick(&mut self, now: Instant, rail: usize) -> Option<Read> {

@@ -25,7 +25,7 @@ impl Engine {
         let handle = self.record_of(read.id);
         match result {
             Ok(landed) => {
-                self.rails[rail.0].landed(bytes, latency, &self.config);
+                self.rails[rail.0].landed(bytes, latency, now, &self.config);
                 let Some(record) = self.records.get_mut(handle) else {
                     return; // expired or cancelled: dropping the range frees the slot
                 };

@@ -72,6 +72,49 @@ pub(super) struct RailBook {
     pub(super) state_changes: u64,
     content_changes: u64,
     pub(super) latency: Histogram,
+    pace: Pace,
+}
+
+/// How fast a rail carries bytes while it has any to carry.
+#[derive(Debug, Default)]
+struct Pace {
+    bytes_per_s: Option<f64>,
+    /// When it last got something to carry, or carried something.
+    since: Option<Instant>,
+    /// What landed since the last sample, and in how much time with something to carry.
+    bytes: u64,
+    busy: Duration,
+}
+
+impl Pace {
+    /// Shorter measurements say more of the driver's turns than of the rail.
+    const SAMPLE_MIN: Duration = Duration::from_millis(5);
+    /// What a rail carries in this time is posted on it at once. Long against a round trip (so that
+    /// it never runs dry), short against a request (so that others can help).
+    const HORIZON_S: f64 = 0.020;
+
+    fn posted(&mut self, was_idle: bool, now: Instant) {
+        if was_idle {
+            self.since = Some(now);
+        }
+    }
+
+    fn landed(&mut self, bytes: u64, now: Instant) {
+        let since = self.since.replace(now).unwrap_or(now);
+        self.bytes += bytes;
+        self.busy += now.saturating_duration_since(since);
+        if self.busy < Self::SAMPLE_MIN {
+            return;
+        }
+        let sample = self.bytes as f64 / self.busy.as_secs_f64();
+        // The larger half of the weight is the past's: one late completion is no new rate.
+        self.bytes_per_s = Some(match self.bytes_per_s {
+            Some(before) => 0.6 * before + 0.4 * sample,
+            None => sample,
+        });
+        self.bytes = 0;
+        self.busy = Duration::ZERO;
+    }
 }
 
 impl RailBook {
@@ -104,6 +147,7 @@ impl RailBook {
             state_changes: 0,
             content_changes: 0,
             latency: Histogram::default(),
+            pace: Pace::default(),
         }
     }
 
@@ -112,9 +156,17 @@ impl RailBook {
     }
 
     pub(super) fn window_bytes(&self, config: &EngineConfig) -> u64 {
-        config
+        let most = config
             .window_bytes
-            .saturating_mul(u64::from(self.capabilities.lanes.max(1)))
+            .saturating_mul(u64::from(self.capabilities.lanes.max(1)));
+        if !config.adapt_window {
+            return most;
+        }
+        let read_bytes = config.posted_bytes(self.capabilities.read_max_bytes);
+        match self.pace.bytes_per_s {
+            Some(rate) => most.min(((rate * Pace::HORIZON_S) as u64).max(2 * read_bytes)),
+            None => most.min(4 * read_bytes),
+        }
     }
 
     /// Changes with state and content.
@@ -178,6 +230,7 @@ impl RailBook {
         if self.outstanding_reads == 0 {
             self.progress_at = now;
         }
+        self.pace.posted(self.outstanding_reads == 0, now);
         self.outstanding_bytes += bytes;
         self.outstanding_reads += 1;
     }
@@ -188,7 +241,14 @@ impl RailBook {
     }
 
     /// A READ did its work: the rail is worth its full trust again.
-    pub(super) fn landed(&mut self, bytes: u64, latency: Duration, config: &EngineConfig) {
+    pub(super) fn landed(
+        &mut self,
+        bytes: u64,
+        latency: Duration,
+        now: Instant,
+        config: &EngineConfig,
+    ) {
+        self.pace.landed(bytes, now);
         self.bytes += bytes;
         self.reads += 1;
         self.latency.record(latency);

@@ -90,6 +90,7 @@ struct Counters {
     verify_failures: u64,
     unverified: u64,
     fallbacks: u64,
+    takeovers: u64,
     backpressure: u64,
     commits_refused: u64,
 }
@@ -107,6 +108,10 @@ pub struct Engine {
     inflight_bytes: u64,
     /// Records that ended while they were in a queue, since the last sweep; at least as many.
     ended_in_queues: usize,
+    /// Rails of the first rank: a record's home is one of them.
+    homes: Vec<usize>,
+    /// Rank of the rails that READs went to last.
+    active_rank: Option<u8>,
     /// Rail that is asked first next time.
     turn: usize,
     jitter: u64,
@@ -133,6 +138,10 @@ impl Engine {
             !rails.is_empty() && rails.len() <= RAILS_MAX,
             "1 to 64 rails"
         );
+        let first = rails.iter().map(|b| b.capabilities.rank).min();
+        let homes = (0..rails.len())
+            .filter(|&i| Some(rails[i].capabilities.rank) == first)
+            .collect();
         Self {
             config,
             rails,
@@ -143,6 +152,8 @@ impl Engine {
             actions: VecDeque::new(),
             inflight_bytes: 0,
             ended_in_queues: 0,
+            homes,
+            active_rank: None,
             turn: 0,
             jitter: jitter_seed,
             counters: Counters::default(),
@@ -188,9 +199,8 @@ impl Engine {
             first_post: None,
             stats: RequestStats::default(),
         });
-        let rails = self.rails.len();
         for (index, order) in orders.into_iter().enumerate() {
-            let home = order.key.expert as usize % rails;
+            let home = self.home(order.key);
             let empty = order.landing.image_bytes() == 0;
             let record = self.records.insert(Record {
                 request,
@@ -232,6 +242,12 @@ impl Engine {
         Ok(request)
     }
 
+    /// The rail that a record queues at: `expert % n` over the rails of the first rank, working or
+    /// not, so that a flap does not reshuffle.
+    fn home(&self, key: Key) -> usize {
+        self.homes[key.expert as usize % self.homes.len()]
+    }
+
     /// Gives a request up: its unfinished records fail, READs that are posted run out.
     pub fn cancel(&mut self, now: Instant, request: Handle) {
         self.fail_request(now, request, &Failure::Cancelled);
@@ -253,6 +269,7 @@ impl Engine {
                 if matches!(book.state, RailState::Probing | RailState::Up) {
                     book.ready(content);
                     self.check_content(now);
+                    self.check_rank();
                 }
             }
             RailEvent::ProbeFailed(why) => {
@@ -400,6 +417,7 @@ impl Engine {
             verify_failures: self.counters.verify_failures,
             unverified: self.counters.unverified,
             fallbacks: self.counters.fallbacks,
+            takeovers: self.counters.takeovers,
             backpressure: self.counters.backpressure,
         }
     }
@@ -413,8 +431,36 @@ impl Engine {
                 self.fail_users(now, rail, &why);
             }
             self.check_content(now);
+            self.check_rank();
         }
         is_news
+    }
+
+    /// Notes when rails of another rank take over, and says so.
+    fn check_rank(&mut self) {
+        let up = self.rails.iter().filter(|b| b.is_up());
+        let Some(book) = up.min_by_key(|b| b.capabilities.rank) else {
+            return; // nobody works: whoever comes first takes over
+        };
+        let rank = book.capabilities.rank;
+        match self.active_rank.replace(rank) {
+            Some(before) if before < rank => {
+                self.counters.takeovers += 1;
+                tracing::warn!(rail = %book.name, "no preferred rail works: this one takes over");
+            }
+            Some(before) if before > rank => {
+                tracing::info!(rail = %book.name, "a preferred rail works again and takes over");
+            }
+            _ => {}
+        }
+    }
+
+    /// Whether each rail of the first rank came up or failed to, once.
+    pub fn is_settled(&self) -> bool {
+        self.homes.iter().all(|&i| {
+            let book = &self.rails[i];
+            book.is_up() || book.errors.probes_failed + book.errors.downs > 0
+        })
     }
 
     fn take_down_stalled(&mut self, now: Instant, rail: RailId, why: String) {
@@ -425,13 +471,10 @@ impl Engine {
 
     /// Fails every request that used a rail or waits for it.
     fn fail_users(&mut self, now: Instant, rail: RailId, why: &str) {
-        let rails = self.rails.len();
         let users: Vec<Handle> = self
             .records
             .iter()
-            .filter(|(_, r)| {
-                r.touched & (1 << rail.0) != 0 || r.key.expert as usize % rails == rail.0
-            })
+            .filter(|(_, r)| r.touched & (1 << rail.0) != 0 || self.home(r.key) == rail.0)
             .map(|(_, r)| r.request)
             .collect();
         for request in users {

@@ -97,6 +97,7 @@ fn caps() -> Capabilities {
         whole_records: false,
         lanes: 1,
         stall: Duration::from_millis(200),
+        rank: 0,
     }
 }
 
@@ -635,4 +636,67 @@ fn expert_mod_does_not_wait_for_a_home_that_serves_other_content() {
     bench.submit(&[0, 2]); // both at home on rail 0
     bench.run_to_end();
     assert_right(&bench.finished(), &[0, 2]);
+}
+
+#[test]
+fn fallback_rail_works_only_while_no_preferred_one_does_and_hands_back() {
+    let with_rank = |rank| Capabilities { rank, ..caps() };
+    let rails = vec![with_rank(0), with_rank(0), with_rank(1)];
+    let mut bench = Bench::with_caps(rails, config(), MEDIUM);
+    assert!(bench.engine.is_settled());
+    bench.submit(&[0, 1, 2]);
+    bench.post_all();
+    assert!(!bench.posted[0].is_empty() && !bench.posted[1].is_empty());
+    assert!(bench.posted[2].is_empty(), "a preferred rail works");
+    assert_eq!(bench.engine.stats().takeovers, 0);
+    for rail in 0..2 {
+        bench.event(rail, RailEvent::Down("gone".into()));
+        for read in std::mem::take(&mut bench.posted[rail]) {
+            bench.complete(rail, read, Err(ReadError::Flushed));
+        }
+    }
+    assert_eq!(bench.engine.stats().takeovers, 1);
+    bench.run_to_end();
+    assert_right(&bench.finished(), &[0, 1, 2]);
+    let before = bench.engine.stats().rails[2].bytes;
+    assert!(before > 0);
+    bench.engine.handle_quiesced(bench.now, RailId(0));
+    bench.tick(Duration::from_secs(2));
+    bench.event(0, RailEvent::Ready(TAG));
+    bench.submit(&[4]);
+    bench.run_to_end();
+    assert_right(&bench.finished(), &[4]);
+    assert_eq!(bench.engine.stats().rails[2].bytes, before, "handed back");
+}
+
+#[test]
+fn slow_rail_gets_little_at_a_time_and_a_fast_one_its_whole_window() {
+    let config = EngineConfig {
+        window_bytes: 64 * CHUNK_BYTES,
+        ..config()
+    };
+    let mut bench = Bench::new(1, config, 16 * CHUNK_BYTES);
+    bench.submit(&[0, 1, 2, 3]);
+    assert_eq!(bench.post_all(), 4, "nothing is known of the rail yet");
+    // 256 KiB in 50 ms is 5 MB/s: two READs at a time.
+    for _ in 0..4 {
+        bench.now += Duration::from_millis(50);
+        bench.land(0, 0);
+    }
+    bench.post_all();
+    assert_eq!(bench.posted[0].len(), 2);
+    // Then 256 KiB in 50 us, in bursts with pauses between them.
+    for _ in 0..12 {
+        bench.now += Duration::from_secs(1);
+        bench.submit(&[4]);
+        bench.post_all();
+        while !bench.posted[0].is_empty() {
+            bench.now += Duration::from_micros(50);
+            bench.land(0, 0);
+            bench.post_all();
+        }
+    }
+    bench.submit(&[8, 9, 10, 11]);
+    bench.post_all();
+    assert!(bench.posted[0].len() > 30, "{}", bench.posted[0].len());
 }

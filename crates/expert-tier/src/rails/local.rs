@@ -93,6 +93,7 @@ impl Rail for LocalRail {
             lanes: self.lanes,
             // A disk that does not answer cannot be reset by us: only the request's deadline acts.
             stall: Duration::from_secs(3600),
+            rank: 0,
         }
     }
 

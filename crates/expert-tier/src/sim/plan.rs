@@ -211,6 +211,7 @@ fn draw_rail(rng: &mut SplitMix) -> MockSpec {
             whole_records: rng.percent(10),
             lanes: rng.between(1, 2) as u32,
             stall: Duration::from_millis(200),
+            rank: u8::from(rng.percent(15)),
         },
     }
 }

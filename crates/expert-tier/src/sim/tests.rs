@@ -31,7 +31,12 @@ fn no_rule_is_broken_in_some_hundred_seeds() {
 #[test]
 fn stale_completion_that_counts_is_noticed() {
     let failure = first_failure_without("epoch");
-    assert!(failure.violation.contains("incomplete"), "{failure}");
+    // The engine takes the record for complete; the arena, which counts for itself, does not.
+    let told = ["incomplete", "cannot be committed"];
+    assert!(
+        told.iter().any(|t| failure.violation.contains(t)),
+        "{failure}"
+    );
 }
 
 #[test]

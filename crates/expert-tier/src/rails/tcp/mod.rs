@@ -53,6 +53,8 @@ pub(crate) struct TcpConfig {
     pub(crate) client_id: u64,
     pub(crate) connect_timeout: Duration,
     pub(crate) stall: Duration,
+    /// Preference among the tier's rails.
+    pub(crate) rank: u8,
     /// Largest READ that will be posted.
     pub(crate) read_bytes: u64,
 }
@@ -173,6 +175,7 @@ impl Rail for TcpRail {
             whole_records: self.config.v1,
             lanes: self.config.streams,
             stall: self.config.stall,
+            rank: self.config.rank,
         }
     }
 
