@@ -27,7 +27,8 @@ pub(crate) struct Control {
     connection: Mutex<Option<Connection>>,
 }
 
-struct Connection {
+/// A v2 connection after its handshake, for questions.
+pub(crate) struct Connection {
     stream: TcpStream,
     welcome: Welcome,
     next_id: u64,
@@ -144,13 +145,77 @@ impl Control {
     }
 }
 
-enum AskError {
+/// Why there is no answer.
+pub(crate) enum AskError {
+    /// The peer said so; the connection goes on.
     Refused(ErrorFrame),
+    /// The connection is of no use any more.
     Broken(String),
 }
 
+impl std::fmt::Display for AskError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Refused(frame) => write!(f, "{} ({:?})", frame.message, frame.code),
+            Self::Broken(why) => f.write_str(why),
+        }
+    }
+}
+
 impl Connection {
-    fn ask(
+    /// A connection of its own, which nobody else asks on.
+    pub(crate) fn of(stream: TcpStream, welcome: Welcome) -> Self {
+        Self {
+            stream,
+            welcome,
+            next_id: 1,
+        }
+    }
+
+    /// What the peer served when it said so last.
+    pub(crate) fn welcome(&self) -> &Welcome {
+        &self.welcome
+    }
+
+    /// Readable when the peer says something unasked, or hangs up.
+    pub(crate) fn stream(&self) -> &TcpStream {
+        &self.stream
+    }
+
+    /// Takes one frame that nobody asked for: call it when the stream is readable.
+    pub(crate) fn take_notice(&mut self, limit: Instant) -> Result<(), AskError> {
+        match self.next_frame(limit)? {
+            (
+                FrameHeader {
+                    id: 0,
+                    kind: FrameKind::Error,
+                    ..
+                },
+                payload,
+            ) => {
+                let frame =
+                    ErrorFrame::decode(&payload).map_err(|e| AskError::Broken(e.to_string()))?;
+                Err(AskError::Broken(frame.message))
+            }
+            // An answer to a question that was given up.
+            _ => Ok(()),
+        }
+    }
+
+    /// Sends a frame that has no answer.
+    pub(crate) fn tell(
+        &mut self,
+        kind: FrameKind,
+        payload: &[u8],
+        limit: Instant,
+    ) -> Result<(), AskError> {
+        let mut out = Vec::new();
+        frame::push_frame(&mut out, kind, 0, payload);
+        self.write(&out, limit)
+    }
+
+    /// Asks one question and waits for its answer.
+    pub(crate) fn ask(
         &mut self,
         kind: FrameKind,
         payload: &[u8],
@@ -163,14 +228,7 @@ impl Connection {
         frame::push_frame(&mut out, kind, id, payload);
         self.write(&out, limit)?;
         for _ in 0..STRAY_FRAMES_MAX {
-            let mut header = [0; frame::HEADER_BYTES];
-            self.read(&mut header, limit)?;
-            let header = FrameHeader::decode(&header, limits::FRAME_MAX_BYTES)
-                .map_err(|e| AskError::Broken(e.to_string()))?;
-            if header.kind == FrameKind::Data {
-                return Err(AskError::Broken("unexpected DATA frame".into()));
-            }
-            let bytes = self.read_payload(header.payload_bytes as usize, limit)?;
+            let (header, bytes) = self.next_frame(limit)?;
             match header.kind {
                 kind if kind == answer && header.id == id => return Ok(bytes),
                 FrameKind::Error => {
@@ -183,17 +241,7 @@ impl Connection {
                         false => AskError::Refused(frame),
                     });
                 }
-                FrameKind::StoreChanged => {
-                    self.welcome =
-                        Welcome::decode(&bytes).map_err(|e| AskError::Broken(e.to_string()))?;
-                }
-                FrameKind::Ping if bytes.len() <= 64 => {
-                    let mut pong = Vec::new();
-                    frame::push_frame(&mut pong, FrameKind::Pong, header.id, &bytes);
-                    self.write(&pong, limit)?;
-                }
-                FrameKind::Pong => {}
-                FrameKind::Goodbye => return Err(AskError::Broken("the peer said goodbye".into())),
+                FrameKind::StoreChanged | FrameKind::Ping | FrameKind::Pong => {}
                 other => {
                     return Err(AskError::Broken(format!("unexpected {other:?} frame")));
                 }
@@ -202,6 +250,33 @@ impl Connection {
         Err(AskError::Broken(
             "the peer sends frames but no answer".into(),
         ))
+    }
+
+    /// The next frame; notices are taken note of and pings answered on the way.
+    fn next_frame(&mut self, limit: Instant) -> Result<(FrameHeader, Vec<u8>), AskError> {
+        let mut header = [0; frame::HEADER_BYTES];
+        self.read(&mut header, limit)?;
+        let header = FrameHeader::decode(&header, limits::FRAME_MAX_BYTES)
+            .map_err(|e| AskError::Broken(e.to_string()))?;
+        if header.kind == FrameKind::Data {
+            return Err(AskError::Broken("unexpected DATA frame".into()));
+        }
+        let bytes = self.read_payload(header.payload_bytes as usize, limit)?;
+        match header.kind {
+            FrameKind::StoreChanged => {
+                self.welcome =
+                    Welcome::decode(&bytes).map_err(|e| AskError::Broken(e.to_string()))?;
+            }
+            FrameKind::Ping if bytes.len() <= 64 => {
+                let mut pong = Vec::new();
+                frame::push_frame(&mut pong, FrameKind::Pong, header.id, &bytes);
+                self.write(&pong, limit)?;
+            }
+            FrameKind::Ping => return Err(AskError::Broken("a ping of more than 64 bytes".into())),
+            FrameKind::Goodbye => return Err(AskError::Broken("the peer said goodbye".into())),
+            _ => {}
+        }
+        Ok((header, bytes))
     }
 
     fn write(&mut self, bytes: &[u8], limit: Instant) -> Result<(), AskError> {

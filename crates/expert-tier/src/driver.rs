@@ -125,6 +125,7 @@ struct Snapshot {
     stats: TierStats,
     healthy: bool,
     settled: bool,
+    preferred: bool,
     content: Option<ContentTag>,
     /// Grows with every change of a rail's state or content.
     run: u64,
@@ -178,6 +179,7 @@ impl Driver {
                 stats: engine.stats(),
                 healthy: false,
                 settled: false,
+                preferred: false,
                 content: None,
                 run: 0,
                 rails: engine.describe_rails(),
@@ -255,6 +257,16 @@ impl Driver {
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
+    }
+
+    /// Whether a rail of the first rank works.
+    pub(crate) fn is_preferred(&self) -> bool {
+        lock(&self.control.snapshot).preferred
+    }
+
+    /// State of the rails, for people.
+    pub(crate) fn describe(&self) -> String {
+        lock(&self.control.snapshot).rails.clone()
     }
 
     pub(crate) fn is_healthy(&self) -> bool {
@@ -444,6 +456,7 @@ impl Run {
         snapshot.stats = self.engine.stats();
         snapshot.healthy = self.engine.is_healthy();
         snapshot.settled = self.engine.is_settled();
+        snapshot.preferred = self.engine.is_preferred_up();
         snapshot.content = self.engine.content();
         snapshot.run = self.engine.rails_revision();
         snapshot.rails = self.engine.describe_rails();

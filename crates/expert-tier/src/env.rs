@@ -5,9 +5,17 @@
 
 use std::env;
 
+use atlas_rdma::attributes::Mtu;
+use atlas_rdma::choose::parse_rails;
 use expert_store::info::parse_hex128;
 
 use crate::error::TierError;
+use crate::rails::verbs::{RailSlot, RailsWanted, VerbsOptions};
+
+/// Device of the first rail where it exists: the first users' machines have it.
+const FIRST_DEVICE: &str = "roceP2p1s0f1";
+/// ... and of the second.
+const SECOND_DEVICE: &str = "rocep1s0f1";
 
 /// `ATLAS_EXPERT_PEER`: `host:port` of the peer.
 pub fn peer() -> Result<Option<String>, TierError> {
@@ -30,6 +38,84 @@ pub fn peer() -> Result<Option<String>, TierError> {
 pub fn content_id() -> Result<Option<u128>, TierError> {
     text("ATLAS_EXPERT_CONTENT_ID")?
         .map(|value| parse_hex128(&value).map_err(|e| bad("ATLAS_EXPERT_CONTENT_ID", &value, &e)))
+        .transpose()
+}
+
+/// The variables of verbs rails: `ATLAS_EXPERT_RAILS`, or `ATLAS_EXPERT_RDMA_DEV` and `_GID`, with
+/// `ATLAS_EXPERT_DUAL_RAIL=1` and `ATLAS_EXPERT_RAIL2_DEV` and `_GID`; `ATLAS_EXPERT_MTU`,
+/// `_TRAFFIC_CLASS`, `_SERVICE_LEVEL`, `_PKEY_INDEX`, `_QPS_PER_RAIL`.
+pub fn verbs() -> Result<VerbsOptions, TierError> {
+    let defaults = VerbsOptions::default();
+    let options = VerbsOptions {
+        rails: rails()?,
+        mtu: match number::<u32>("ATLAS_EXPERT_MTU")? {
+            None => None,
+            Some(bytes) => Some(Mtu::from_bytes(bytes).ok_or_else(|| {
+                let value = bytes.to_string();
+                bad(
+                    "ATLAS_EXPERT_MTU",
+                    &value,
+                    "it is none of 256, 512, 1024, 2048, 4096",
+                )
+            })?),
+        },
+        traffic_class: number("ATLAS_EXPERT_TRAFFIC_CLASS")?.unwrap_or(defaults.traffic_class),
+        service_level: number("ATLAS_EXPERT_SERVICE_LEVEL")?.unwrap_or(defaults.service_level),
+        pkey_index: number("ATLAS_EXPERT_PKEY_INDEX")?.unwrap_or(defaults.pkey_index),
+        qps_per_rail: number("ATLAS_EXPERT_QPS_PER_RAIL")?.unwrap_or(defaults.qps_per_rail),
+        ..defaults
+    };
+    options.check().map_err(TierError::Config)?;
+    Ok(options)
+}
+
+fn rails() -> Result<RailsWanted, TierError> {
+    if let Some(list) = text("ATLAS_EXPERT_RAILS")? {
+        let specs =
+            parse_rails(&list).map_err(|e| bad("ATLAS_EXPERT_RAILS", &list, &e.to_string()))?;
+        return Ok(RailsWanted::List(specs));
+    }
+    let slot = |device, gid, preferred: &str| {
+        Ok::<_, TierError>(RailSlot {
+            device: text(device)?,
+            gid_index: number(gid)?,
+            preferred: Some(preferred.into()),
+        })
+    };
+    let mut slots = vec![slot(
+        "ATLAS_EXPERT_RDMA_DEV",
+        "ATLAS_EXPERT_RDMA_GID",
+        FIRST_DEVICE,
+    )?];
+    match text("ATLAS_EXPERT_DUAL_RAIL")?.as_deref() {
+        None | Some("0") => {}
+        Some("1") => slots.push(slot(
+            "ATLAS_EXPERT_RAIL2_DEV",
+            "ATLAS_EXPERT_RAIL2_GID",
+            SECOND_DEVICE,
+        )?),
+        Some(other) => {
+            return Err(bad(
+                "ATLAS_EXPERT_DUAL_RAIL",
+                other,
+                "it is neither 0 nor 1",
+            ));
+        }
+    }
+    Ok(RailsWanted::Slots(slots))
+}
+
+fn number<T: std::str::FromStr>(name: &str) -> Result<Option<T>, TierError>
+where
+    T::Err: std::fmt::Display,
+{
+    text(name)?
+        .map(|value| {
+            value
+                .trim()
+                .parse()
+                .map_err(|e: T::Err| bad(name, &value, &e.to_string()))
+        })
         .transpose()
 }
 

@@ -39,6 +39,14 @@ pub enum TierError {
         /// What happened, and what to do.
         why: String,
     },
+    /// One-sided READs were required, and this machine cannot do them.
+    #[error(
+        "verbs were required and cannot be had: {why}; use --expert-backend rdma for TCP, or do not require verbs"
+    )]
+    NoVerbs {
+        /// What is missing, and what to do.
+        why: String,
+    },
     /// The other side is no peer, or refuses.
     #[error("{addr}: {source}")]
     Handshake {

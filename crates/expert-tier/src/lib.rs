@@ -15,6 +15,7 @@
 //! Not here: device ordering (`stream` other than 0), eviction, printing, exit codes.
 #![forbid(unsafe_code)]
 
+pub mod attribution;
 pub mod config;
 mod control;
 mod core;
@@ -23,6 +24,7 @@ pub mod engine;
 pub mod env;
 pub mod error;
 pub mod mock;
+pub mod model;
 mod notify;
 pub mod rail;
 mod rails;
@@ -36,5 +38,6 @@ mod view;
 pub use config::{Deadline, EngineConfig, OnFailure, Policy, Verify};
 pub use core::{BatchResult, Pending};
 pub use error::TierError;
+pub use rails::verbs::{RailSlot, RailsWanted, VerbsOptions};
 pub use record::Record;
 pub use tier::{ExpertTier, PosixTier, RdmaTier, TierBuilder, TierKind, largest_image_bytes};

@@ -60,3 +60,32 @@ impl AsFd for Notifier {
         self.fd.as_fd()
     }
 }
+
+/// An event descriptor that threads wait for beside other descriptors.
+#[derive(Debug)]
+pub(crate) struct Wake(OwnedFd);
+
+impl Wake {
+    pub(crate) fn new() -> std::io::Result<Self> {
+        Ok(Self(eventfd(
+            0,
+            EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK,
+        )?))
+    }
+
+    /// Makes the descriptor readable until it is cleared.
+    pub(crate) fn wake(&self) {
+        // Fails only where it is readable already, 2^64 times over.
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+    }
+
+    pub(crate) fn clear(&self) {
+        let _ = rustix::io::read(&self.0, &mut [0u8; 8]);
+    }
+}
+
+impl AsFd for Wake {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}

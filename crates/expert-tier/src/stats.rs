@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
+use crate::attribution::{Limit, LimitCounts};
 use crate::rail::RailKind;
 
 /// Counts durations in buckets that grow by a quarter: percentiles within 12 %, no allocation.
@@ -124,12 +125,47 @@ pub struct RailStats {
 pub struct RequestStats {
     /// From submission to the first READ posted.
     pub queued: Duration,
+    /// From the first READ posted to the end.
+    pub wire: Duration,
     /// From submission to the end.
     pub total: Duration,
     /// Sum of checksum time over all READs (of helper threads, too).
     pub verify: Duration,
     /// Bytes committed.
     pub bytes: u64,
+    /// READs that came back, well or not.
+    pub reads: u64,
+    /// Those whose bytes had to be read again.
+    pub retries: u64,
+    /// What limited it.
+    pub limit: Limit,
+}
+
+/// Median and 99th percentile of a duration.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Percentiles {
+    /// Median, microseconds.
+    pub p50_us: u64,
+    /// 99th percentile, microseconds.
+    pub p99_us: u64,
+}
+
+impl From<&Histogram> for Percentiles {
+    fn from(histogram: &Histogram) -> Self {
+        Self {
+            p50_us: histogram.percentile_us(0.5),
+            p99_us: histogram.percentile_us(0.99),
+        }
+    }
+}
+
+/// Where the time of all requests went.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct RequestTimes {
+    pub(crate) queue: Histogram,
+    pub(crate) wire: Histogram,
+    pub(crate) verify: Histogram,
+    pub(crate) total: Histogram,
 }
 
 /// A tier's numbers at one moment.
@@ -155,6 +191,16 @@ pub struct TierStats {
     pub takeovers: u64,
     /// Requests refused with back-pressure.
     pub backpressure: u64,
+    /// Requests by what limited them.
+    pub limits: LimitCounts,
+    /// Per request, from submission to the first READ posted.
+    pub queue: Percentiles,
+    /// Per request, from the first READ posted to the end.
+    pub wire: Percentiles,
+    /// Per request, time in which checksums were compared.
+    pub verify: Percentiles,
+    /// Per request, from submission to the end.
+    pub total: Percentiles,
 }
 
 #[cfg(test)]

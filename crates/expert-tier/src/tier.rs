@@ -1,5 +1,6 @@
 //! The tiers that callers use: [`RdmaTier`] over a peer, [`PosixTier`] over a store on this machine.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -20,6 +21,9 @@ use crate::rail::{ContentTag, Rail};
 use crate::rails::local::LocalRail;
 use crate::rails::socket;
 use crate::rails::tcp::{TcpConfig, TcpRail, v1_tag};
+use crate::rails::verbs::{
+    OwnRail, V1Run, VerbsConfig, VerbsOptions, VerbsRail, find_rails, rails_of_peer,
+};
 use crate::record::Record;
 use crate::stats::TierStats;
 use crate::view::View;
@@ -27,8 +31,10 @@ use crate::view::View;
 /// What a tier reads from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TierKind {
-    /// A peer.
+    /// A peer, over TCP.
     Rdma,
+    /// A peer, by one-sided READs.
+    RdmaVerbs,
     /// Files, plainly.
     Posix,
 }
@@ -90,6 +96,7 @@ pub struct TierBuilder {
     expect_content_id: Option<u128>,
     connect_timeout: Duration,
     stall: Duration,
+    verbs: Option<VerbsOptions>,
 }
 
 impl Default for TierBuilder {
@@ -107,6 +114,7 @@ impl Default for TierBuilder {
             // TCP repeats a lost segment after 200 ms at the earliest, and again after 400: only
             // a pause beyond both says that the path is dead. (A queue pair is judged at 200 ms.)
             stall: Duration::from_secs(1),
+            verbs: None,
         }
     }
 }
@@ -165,15 +173,23 @@ impl TierBuilder {
         self
     }
 
+    /// Fetch by one-sided READs over these rails; TCP takes over while none of them works, unless
+    /// [`VerbsOptions::require`] forbids that. Default: TCP alone.
+    pub fn verbs(mut self, options: VerbsOptions) -> Self {
+        self.verbs = Some(options);
+        self
+    }
+
     /// Asks a peer what it serves, without an arena: for sizing one.
     pub fn describe(&self, addr: &str) -> Result<StoreInfo, TierError> {
         let limit = later(Instant::now(), self.connect_timeout);
         Ok(self.meet(addr, limit)?.view.info)
     }
 
-    /// Connects to a peer over TCP, with records landing in `arena`.
+    /// Connects to a peer, with records landing in `arena`.
     ///
-    /// *Errors*: [`TierError::Connect`], [`TierError::Handshake`], [`TierError::Catalogue`],
+    /// *Errors*: [`TierError::NoVerbs`] where verbs are required and cannot be had,
+    /// [`TierError::Connect`], [`TierError::Handshake`], [`TierError::Catalogue`],
     /// [`TierError::OtherContent`], each within the connect time-out (and, where `addr` is a name,
     /// the time that the system's resolver takes).
     pub fn connect(self, addr: &str, arena: Arc<ExpertArena>) -> Result<RdmaTier, TierError> {
@@ -187,23 +203,32 @@ impl TierBuilder {
         }
         let Met { view, control, v1 } = self.meet(addr, limit)?;
         let notifier = Arc::new(Notifier::new().map_err(no_resources)?);
-        let rail = TcpRail::new(
-            TcpConfig {
-                addr: addr.to_owned(),
-                streams: self.streams,
-                protocol: self.protocol,
-                v1,
-                client_id: rand::random(),
-                connect_timeout: self.connect_timeout,
-                stall: self.stall,
-                rank: 0,
-                read_bytes: self
-                    .engine
-                    .posted_bytes(u64::from(expert_wire::limits::READ_MAX_BYTES)),
-            },
-            notifier.clone(),
-        );
-        let rails: Vec<Box<dyn Rail>> = vec![Box::new(rail)];
+        let mut rails: Vec<Box<dyn Rail>> = Vec::new();
+        let mut kind = TierKind::Rdma;
+        let mut takeovers = 0;
+        if let Some(options) = &self.verbs {
+            match self.verbs_rails(addr, options, &control, v1, &arena, &notifier, limit) {
+                Ok(mut verbs) => {
+                    rails.append(&mut verbs);
+                    kind = TierKind::RdmaVerbs;
+                }
+                Err(why) if options.require => {
+                    return Err(TierError::NoVerbs { why });
+                }
+                Err(why) => {
+                    takeovers = 1;
+                    tracing::warn!("no verbs rail, records go over TCP: {why}");
+                }
+            }
+        }
+        let required = self.verbs.as_ref().is_some_and(|o| o.require);
+        if !required {
+            let rank = match rails.is_empty() {
+                true => 0,
+                false => 2,
+            };
+            rails.push(Box::new(self.tcp_rail(addr, rank, v1, &notifier)));
+        }
         let driver = Driver::start("rdma-tier", self.engine.clone(), rails, notifier)
             .map_err(no_resources)?;
         driver
@@ -212,6 +237,12 @@ impl TierBuilder {
                 addr: addr.to_owned(),
                 why,
             })?;
+        if kind == TierKind::RdmaVerbs && !driver.is_preferred() {
+            tracing::warn!(
+                "no verbs rail came up, records go over TCP until one does: {}",
+                driver.describe()
+            );
+        }
         let expect = self.expect_content_id;
         let refresh = move |content: ContentTag, limit| {
             let view = match v1 {
@@ -237,7 +268,89 @@ impl TierBuilder {
                 self.deadline,
                 arena,
             ),
+            kind,
+            takeovers,
         })
+    }
+
+    fn tcp_rail(&self, addr: &str, rank: u8, v1: bool, notifier: &Arc<Notifier>) -> TcpRail {
+        TcpRail::new(
+            TcpConfig {
+                addr: addr.to_owned(),
+                streams: self.streams,
+                protocol: self.protocol,
+                v1,
+                client_id: rand::random(),
+                connect_timeout: self.connect_timeout,
+                stall: self.stall,
+                rank,
+                read_bytes: self
+                    .engine
+                    .posted_bytes(u64::from(expert_wire::limits::READ_MAX_BYTES)),
+            },
+            notifier.clone(),
+        )
+    }
+
+    /// The verbs rails, and a TCP rail on the path of each where that may take over.
+    #[allow(clippy::too_many_arguments)] // what `connect` has in its hands
+    fn verbs_rails(
+        &self,
+        addr: &str,
+        options: &VerbsOptions,
+        control: &Arc<Control>,
+        v1: bool,
+        arena: &Arc<ExpertArena>,
+        notifier: &Arc<Notifier>,
+        limit: Instant,
+    ) -> Result<Vec<Box<dyn Rail>>, String> {
+        options.check()?;
+        let choices = find_rails(&options.rails)?;
+        let mut locals = Vec::new();
+        let mut trouble = Vec::new();
+        for (index, choice) in choices.iter().enumerate() {
+            match OwnRail::open(choice, &options.rails, index, arena, options) {
+                Ok(local) => locals.push(local),
+                Err(e) => trouble.push(e.to_string()),
+            }
+        }
+        if locals.is_empty() {
+            return Err(trouble.join("; "));
+        }
+        for why in trouble {
+            tracing::warn!("a rail is left out: {why}");
+        }
+        let addresses = match v1 || options.require {
+            true => Vec::new(),
+            false => rails_of_peer(control, &locals, limit).unwrap_or_default(),
+        };
+        let locals = Arc::new(locals);
+        let run = v1.then(|| Arc::new(V1Run::new()));
+        let client_id = rand::random();
+        let mut rails: Vec<Box<dyn Rail>> = Vec::new();
+        for index in 0..locals.len() {
+            let config = VerbsConfig {
+                addr: addr.to_owned(),
+                client_id,
+                options: options.clone(),
+                rails: locals.clone(),
+                index,
+                v1: run.clone(),
+                connect_timeout: self.connect_timeout,
+            };
+            rails.push(Box::new(VerbsRail::new(config, notifier.clone())));
+        }
+        let port = addr.rsplit_once(':').map_or("", |(_, port)| port);
+        for ip in addresses.into_iter().flatten() {
+            let on_rail = match ip {
+                IpAddr::V4(ip) => format!("{ip}:{port}"),
+                IpAddr::V6(ip) => format!("[{ip}]:{port}"),
+            };
+            if on_rail != addr {
+                rails.push(Box::new(self.tcp_rail(&on_rail, 1, false, notifier)));
+            }
+        }
+        Ok(rails)
     }
 
     /// Reads a store on this machine, with records landing in `arena`.
@@ -268,6 +381,8 @@ impl TierBuilder {
                 self.deadline,
                 arena,
             ),
+            kind: TierKind::Posix,
+            takeovers: 0,
         })
     }
 
@@ -319,30 +434,35 @@ fn no_resources(e: std::io::Error) -> TierError {
 /// Fetches from a peer. *Drop order*: rails, then the arena (see `core`).
 pub struct RdmaTier {
     core: Core,
+    kind: TierKind,
+    /// Before the driver began: TCP instead of verbs.
+    takeovers: u64,
 }
 
 /// Reads a store on this machine with plain reads: the oracle.
 pub struct PosixTier {
     core: Core,
+    kind: TierKind,
+    takeovers: u64,
 }
 
 impl RdmaTier {
     /// Connects with defaults and an arena of its own: `num_slabs` slabs of `slots_per_slab` slots,
     /// each with room for the largest record of the peer.
     ///
-    /// *Errors*: as [`TierBuilder::connect`]; the arena's; `use_verbs` is refused in this version.
+    /// `use_verbs` takes the rails that the environment names ([`crate::env::verbs`]).
+    ///
+    /// *Errors*: as [`TierBuilder::connect`]; the arena's.
     pub fn connect(
         addr: &str,
         num_slabs: u32,
         slots_per_slab: u32,
         use_verbs: bool,
     ) -> Result<Self, TierError> {
+        let mut builder = TierBuilder::new();
         if use_verbs {
-            return Err(TierError::Config(
-                "this version has no verbs rails yet; use TCP (use_verbs = false, --expert-backend rdma)".into(),
-            ));
+            builder = builder.verbs(crate::env::verbs()?);
         }
-        let builder = TierBuilder::new();
         let info = builder.describe(addr)?;
         let stride = largest_image_bytes(&info);
         let mut arena = ArenaBuilder::new();
@@ -363,7 +483,7 @@ pub fn largest_image_bytes(info: &StoreInfo) -> u64 {
 }
 
 macro_rules! tier {
-    ($name:ident, $kind:expr) => {
+    ($name:ident) => {
         impl ExpertTier for $name {
             fn fetch(&self, key: Key, slot: SlotId, stream: u64) -> Result<Record, TierError> {
                 let mut records = self.fetch_many(&[(key, slot)], stream)?;
@@ -398,11 +518,13 @@ macro_rules! tier {
             }
 
             fn stats(&self) -> TierStats {
-                self.core.stats()
+                let mut stats = self.core.stats();
+                stats.takeovers += self.takeovers;
+                stats
             }
 
             fn kind(&self) -> TierKind {
-                $kind
+                self.kind
             }
 
             fn healthy(&self) -> bool {
@@ -412,5 +534,5 @@ macro_rules! tier {
     };
 }
 
-tier!(RdmaTier, TierKind::Rdma);
-tier!(PosixTier, TierKind::Posix);
+tier!(RdmaTier);
+tier!(PosixTier);

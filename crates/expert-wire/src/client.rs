@@ -21,8 +21,10 @@ pub enum Protocol {
     /// v2 where the peer offers it, else v1.
     #[default]
     Best,
-    /// v1 only.
+    /// v1 only, over TCP.
     V1,
+    /// v1 only, up to the mode byte of verbs; the queue-pair exchange follows.
+    V1Verbs,
     /// v2 only.
     V2,
 }
@@ -175,7 +177,8 @@ impl Handshake {
             return Err(HandshakeError::Refused(why));
         }
         let speaks_v2 = v2.is_some_and(|o| o.versions.contains(&message::VERSION));
-        if speaks_v2 && self.protocol != Protocol::V1 {
+        let wants_v1 = matches!(self.protocol, Protocol::V1 | Protocol::V1Verbs);
+        if speaks_v2 && !wants_v1 {
             self.transmit.push(v1::MODE_V2);
             frame::push_frame(
                 &mut self.transmit,
@@ -188,7 +191,10 @@ impl Handshake {
         }
         match manifest {
             Some(manifest) if self.protocol != Protocol::V2 => {
-                self.transmit.push(v1::MODE_TCP);
+                self.transmit.push(match self.protocol {
+                    Protocol::V1Verbs => v1::MODE_VERBS,
+                    _ => v1::MODE_TCP,
+                });
                 Ok(Some(Outcome::V1(Box::new(manifest))))
             }
             Some(_) => Err(HandshakeError::Unsupported(

@@ -1,6 +1,7 @@
 //! `atlas-expert fetch`: every record, or some, through a backend into an arena, proven and timed.
 
 mod report;
+mod verbs;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -28,6 +29,7 @@ use super::args::SelectArgs;
 use super::output;
 use super::{UsageError, bar, signals};
 use report::{Report, text};
+use verbs::VerbsArgs;
 
 /// Records whose trouble is listed; more are counted.
 const ERRORS_SHOWN: u64 = 20;
@@ -101,6 +103,8 @@ pub struct Args {
     /// Memory that the arena leaves to others, GB; default: the larger of 8 GB and 8 %, less on small machines
     #[arg(long, value_name = "GB")]
     reserve_gb: Option<f64>,
+    #[command(flatten)]
+    verbs: VerbsArgs,
     /// Print JSON, for programs
     #[arg(long)]
     json: bool,
@@ -126,7 +130,7 @@ enum Backend {
     Posix,
     /// A peer, over TCP
     Rdma,
-    /// A peer, by one-sided READs (not in this version)
+    /// A peer, by one-sided READs; over TCP while no rail works
     RdmaVerbs,
     /// This machine's disk, by direct reads (not in this version)
     Uma,
@@ -218,6 +222,15 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         })
         .streams(args.streams)
         .expect_content_id(expect);
+    if args.expert_backend != Backend::RdmaVerbs {
+        if let Some(flag) = args.verbs.given() {
+            return Err(UsageError(format!(
+                "{flag} is for --expert-backend rdma-verbs, this is {}",
+                args.expert_backend.name()
+            ))
+            .into());
+        }
+    }
     let (tier, keys): (Box<dyn ExpertTier>, Vec<Key>) = match args.expert_backend {
         Backend::Posix => {
             if args.expert_peer.is_some() {
@@ -235,7 +248,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             let arena = make_arena(args, store.info())?;
             (Box::new(builder.open_posix(store, arena)?), keys)
         }
-        Backend::Rdma => {
+        Backend::Rdma | Backend::RdmaVerbs => {
             if args.store.is_some() || args.stack.is_some() {
                 return Err(UsageError(
                     "--store and --stack are for --expert-backend posix; a peer was given its own"
@@ -246,18 +259,22 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             let addr = match &args.expert_peer {
                 Some(addr) => addr.clone(),
                 None => env::peer()?.ok_or_else(|| {
-                    UsageError(
-                        "--expert-backend rdma needs --expert-peer HOST:PORT, or ATLAS_EXPERT_PEER"
-                            .into(),
-                    )
+                    UsageError(format!(
+                        "--expert-backend {} needs --expert-peer HOST:PORT, or ATLAS_EXPERT_PEER",
+                        args.expert_backend.name()
+                    ))
                 })?,
+            };
+            let builder = match args.expert_backend {
+                Backend::RdmaVerbs => builder.verbs(args.verbs.options()?),
+                _ => builder,
             };
             let info = describe(args, &builder, &addr, &cancel)?;
             let keys = select_keys(args, &info)?;
             let arena = make_arena(args, &info)?;
             (Box::new(builder.connect(&addr, arena)?), keys)
         }
-        Backend::RdmaVerbs | Backend::Uma => {
+        Backend::Uma => {
             return Err(UsageError(format!(
                 "--expert-backend {} is not in this version yet; use rdma or posix",
                 args.expert_backend.name()
@@ -572,6 +589,7 @@ impl<'a> Fetch<'a> {
             verified: self.all_verified && self.records > 0,
             verify_failures: stats.verify_failures,
             fallbacks: stats.fallbacks,
+            takeovers: stats.takeovers,
             rails: stats.rails,
         }
     }

@@ -27,6 +27,7 @@ pub(super) struct Report {
     pub(super) verified: bool,
     pub(super) verify_failures: u64,
     pub(super) fallbacks: u64,
+    pub(super) takeovers: u64,
     pub(super) rails: Vec<RailStats>,
 }
 
@@ -78,6 +79,13 @@ pub(super) fn text(report: &Report, arena: &ExpertArena) -> String {
             },
         ),
         ("arena", arena.report().to_string().replace('\n', "; ")),
+        (
+            "taken over",
+            match report.takeovers {
+                0 => "never".to_owned(),
+                n => format!("{n} times by TCP: no preferred rail worked"),
+            },
+        ),
         ("content id", report.content_id.clone().unwrap_or_else(none)),
     ]);
     if let Some(digest) = &report.payload_digest {

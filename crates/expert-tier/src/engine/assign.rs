@@ -1,12 +1,15 @@
 //! Picks the next READ: which rail has room, which record it should serve, how much of it.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use expert_arena::LandingRange;
 
-use super::{Engine, Handle, RailBook, RailState, Read, ReadId};
+use expert_store::catalogue::CHUNK_BYTES;
+
+use super::share::{self, Load};
+use super::{Engine, Handle, RailBook, RailState, Read, ReadId, later};
 use crate::config::Policy;
-use crate::rail::RailId;
+use crate::rail::{ContentTag, RailId};
 
 impl Engine {
     /// The next READ to post and its rail, `None` while every window is full or nothing waits.
@@ -22,6 +25,7 @@ impl Engine {
             if let Some(read) = self.pick(now, rail) {
                 // Fill one rail's window after the other's turn: small windows fill evenly.
                 self.turn = (rail + 1) % rails;
+                self.note_times(now);
                 return Some((RailId(rail), read));
             }
         }
@@ -29,7 +33,7 @@ impl Engine {
     }
 
     /// Whether a preferred rail works with the same content.
-    fn is_outranked(&self, rail: usize) -> bool {
+    pub(super) fn is_outranked(&self, rail: usize) -> bool {
         let own = &self.rails[rail];
         self.rails.iter().any(|b| {
             b.capabilities.rank < own.capabilities.rank && b.is_up() && b.content == own.content
@@ -147,13 +151,17 @@ impl Engine {
                 i += 1;
                 continue;
             }
+            let content = record.content;
+            let len = self.share(now, rail, content, len)?;
             if len > room {
                 return None;
             }
+            let record = self.records.get_mut(handle).expect("seen above");
             let range = record
                 .landing
                 .split(len as usize)
                 .expect("remaining bytes were asked for");
+            self.unposted_bytes -= len;
             if len == remaining {
                 record.queued = false;
                 self.rails[donor].queue.remove(i);
@@ -161,6 +169,96 @@ impl Engine {
             return Some(self.post(now, rail, handle, range));
         }
         None
+    }
+
+    /// How much of a READ of `len` bytes a rail should take, in view of what the others can do;
+    /// `None` where it should leave it to them.
+    fn share(&mut self, now: Instant, rail: usize, content: ContentTag, len: u64) -> Option<u64> {
+        let own = &self.rails[rail];
+        let rank = own.capabilities.rank;
+        let helps = |i: &usize| {
+            let book = &self.rails[*i];
+            book.is_up() && book.content == Some(content) && book.capabilities.rank == rank
+        };
+        let others = (0..self.rails.len()).filter(|i| *i != rail).filter(helps);
+        let has_whole = own.capabilities.whole_records
+            || others
+                .clone()
+                .any(|i| self.rails[i].capabilities.whole_records);
+        let taken = match self.config.policy {
+            _ if has_whole => Ok(len),
+            Policy::ExpertMod => Ok(len),
+            Policy::HomeSteal => self.share_whole(now, rail, others, len),
+            Policy::Split => self.share_evenly(now, rail, others, len),
+        };
+        match taken {
+            Ok(len) => Some(len),
+            Err(end_s) => {
+                // Those others may stand still meanwhile.
+                let at = later(
+                    now,
+                    Duration::try_from_secs_f64(end_s).unwrap_or(Duration::MAX),
+                );
+                self.look_again = Some(self.look_again.map_or(at, |before| before.min(at)));
+                None
+            }
+        }
+    }
+
+    /// Whole READs: all of it or nothing. The error is when the rail would have been done.
+    fn share_whole(
+        &self,
+        now: Instant,
+        rail: usize,
+        others: impl Iterator<Item = usize> + Clone,
+        len: u64,
+    ) -> Result<u64, f64> {
+        let Some(own) = self.rails[rail].load(now) else {
+            return Ok(len); // its rate is to be learnt
+        };
+        // One size for all who are asked, so that they come to the same end.
+        let sizes = others.clone().chain([rail]);
+        let sizes = sizes.map(|i| self.read_max_bytes(&self.rails[i]));
+        let read_bytes = sizes.min().unwrap_or(len);
+        let loads = others.filter_map(|i| self.rails[i].load(now));
+        let counted = len.min(read_bytes);
+        match share::may_take(own, counted, loads, read_bytes, self.unposted_bytes) {
+            true => Ok(len),
+            false => Err(share::end_s(own, counted)),
+        }
+    }
+
+    /// READs that get smaller towards the end, so that all rails end together.
+    fn share_evenly(
+        &self,
+        now: Instant,
+        rail: usize,
+        others: impl Iterator<Item = usize> + Clone,
+        len: u64,
+    ) -> Result<u64, f64> {
+        // A rail of which nothing is known is taken for one like the others.
+        let known = others.clone().chain([rail]);
+        let known = known.filter_map(|i| self.rails[i].load(now));
+        let (sum, count) = known.fold((0.0, 0u32), |(sum, n), l| (sum + l.bytes_per_s, n + 1));
+        let usual = if count == 0 {
+            1.0
+        } else {
+            sum / f64::from(count)
+        };
+        let load = |i: usize| -> Load {
+            let book = &self.rails[i];
+            book.load(now).unwrap_or_else(|| book.load_at(usual, now))
+        };
+        let (own, loads) = (load(rail), others.map(load));
+        let fair = share::fair_bytes(own, loads.clone(), self.unposted_bytes);
+        if fair >= CHUNK_BYTES / 2 {
+            return Ok(len.min(fair.next_multiple_of(CHUNK_BYTES)));
+        }
+        let least = len.min(CHUNK_BYTES);
+        match share::may_take(own, least, loads, CHUNK_BYTES, self.unposted_bytes) {
+            true => Ok(least),
+            false => Err(share::end_s(own, least)),
+        }
     }
 
     fn read_max_bytes(&self, book: &RailBook) -> u64 {

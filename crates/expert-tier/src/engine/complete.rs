@@ -11,10 +11,15 @@ impl Engine {
         let bytes = read.bytes();
         self.rails[rail.0].unposted(bytes);
         let latency = now.saturating_duration_since(read.posted_at);
-        let result = result.and_then(|landed| {
+        let clock = self.machine.clock;
+        let result = result.and_then(|mut landed| {
             // A rail that does not hash on its own threads leaves it to us.
             if read.verify && !landed.verified {
+                let began = clock.map(|clock| clock());
                 read.check_chunks(0, bytes).map_err(ReadError::Checksum)?;
+                if let (Some(clock), Some(began)) = (clock, began) {
+                    landed.verify_time += clock().saturating_duration_since(began);
+                }
             }
             Ok(landed)
         });
@@ -36,9 +41,13 @@ impl Engine {
                     self.counters.fallbacks += 1;
                 }
                 let request = record.request;
+                let verified_bytes = if read.verify { bytes } else { 0 };
                 read.range.retire();
                 if let Some(request) = self.requests.get_mut(request) {
                     request.stats.verify += landed.verify_time;
+                    request.account.verify_bytes += verified_bytes;
+                    request.account.reads += 1;
+                    request.account.marks[rail.0].bytes += bytes;
                 }
                 if done {
                     self.commit(now, handle);
@@ -70,6 +79,12 @@ impl Engine {
         let Some(record) = self.records.get_mut(handle) else {
             return;
         };
+        if let Some(request) = self.requests.get_mut(record.request) {
+            request.account.reads += 1;
+            request.stats.retries += 1;
+            let refused = matches!(error, ReadError::Unavailable(_) | ReadError::Refused(_));
+            request.account.refused_reads += u64::from(refused);
+        }
         let failure = match error {
             ReadError::Flushed => {
                 // Not an attempt of its own: the rail failed, not the READ. The deadline bounds it.

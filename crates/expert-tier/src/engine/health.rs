@@ -11,7 +11,9 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use super::account::RailTime;
 use super::later;
+use super::share::Load;
 use super::table::Handle;
 use crate::config::EngineConfig;
 use crate::rail::{Capabilities, ContentTag, RailKind};
@@ -73,12 +75,15 @@ pub(super) struct RailBook {
     content_changes: u64,
     pub(super) latency: Histogram,
     pace: Pace,
+    pub(super) time: RailTime,
 }
 
 /// How fast a rail carries bytes while it has any to carry.
 #[derive(Debug, Default)]
 struct Pace {
     bytes_per_s: Option<f64>,
+    /// The fastest that it was.
+    best_bytes_per_s: f64,
     /// When it last got something to carry, or carried something.
     since: Option<Instant>,
     /// What landed since the last sample, and in how much time with something to carry.
@@ -108,10 +113,12 @@ impl Pace {
         }
         let sample = self.bytes as f64 / self.busy.as_secs_f64();
         // The larger half of the weight is the past's: one late completion is no new rate.
-        self.bytes_per_s = Some(match self.bytes_per_s {
+        let rate = match self.bytes_per_s {
             Some(before) => 0.6 * before + 0.4 * sample,
             None => sample,
-        });
+        };
+        self.bytes_per_s = Some(rate);
+        self.best_bytes_per_s = self.best_bytes_per_s.max(rate);
         self.bytes = 0;
         self.busy = Duration::ZERO;
     }
@@ -148,6 +155,7 @@ impl RailBook {
             content_changes: 0,
             latency: Histogram::default(),
             pace: Pace::default(),
+            time: RailTime::default(),
         }
     }
 
@@ -167,6 +175,28 @@ impl RailBook {
             Some(rate) => most.min(((rate * Pace::HORIZON_S) as u64).max(2 * read_bytes)),
             None => most.min(4 * read_bytes),
         }
+    }
+
+    /// As a place to put more work; `None` while its rate is not known.
+    pub(super) fn load(&self, now: Instant) -> Option<Load> {
+        let rate = self.pace.bytes_per_s.filter(|rate| *rate > 0.0)?;
+        Some(self.load_at(rate, now))
+    }
+
+    /// The same at a rate that is assumed.
+    pub(super) fn load_at(&self, bytes_per_s: f64, now: Instant) -> Load {
+        let posted_s = self.outstanding_bytes as f64 / bytes_per_s;
+        let since = self.pace.since.filter(|_| self.outstanding_reads > 0);
+        let waited = since.map_or(Duration::ZERO, |t| now.saturating_duration_since(t));
+        Load {
+            bytes_per_s,
+            // One that is late by some time is expected to be so by as much again.
+            busy_s: (posted_s - waited.as_secs_f64()).abs(),
+        }
+    }
+
+    pub(super) fn best_bytes_per_s(&self) -> u64 {
+        self.pace.best_bytes_per_s as u64
     }
 
     /// Changes with state and content.

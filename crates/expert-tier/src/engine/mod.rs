@@ -15,14 +15,17 @@
 //! drops its [`Landing`]; the slot stays quarantined until the last READ posted for it came back.
 //!
 //! Files: `request` is what goes in and comes out, [`health`] the rail state machine, `assign`
-//! picks the next READ, `complete` takes in its end, `table` keeps records and requests, `guards` what the simulation may switch
+//! picks the next READ, `share` says how much of the work a rail should take, `account` where a
+//! request's time went, `complete` takes in its end, `table` keeps records and requests, `guards` what the simulation may switch
 //! off, this one ties them together.
 
+mod account;
 mod assign;
 mod complete;
 mod guards;
 pub mod health;
 mod request;
+mod share;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -35,9 +38,12 @@ use expert_arena::{Landing, LandingRange};
 use expert_store::catalogue::Layer;
 use expert_wire::Key;
 
+use account::{Account, Machine};
+
+use crate::attribution::{LimitCounts, RailNumbers};
 use crate::config::{EngineConfig, OnFailure};
 use crate::rail::{Capabilities, ContentTag, RailEvent, RailId, RailKind, Read, ReadId};
-use crate::stats::{RequestStats, TierStats};
+use crate::stats::{Percentiles, RequestStats, RequestTimes, TierStats};
 #[doc(hidden)]
 pub use guards::Guards;
 use health::{RailBook, RailState};
@@ -79,6 +85,7 @@ struct Request {
     submitted: Instant,
     first_post: Option<Instant>,
     stats: RequestStats,
+    account: Account,
 }
 
 #[derive(Debug, Default)]
@@ -106,6 +113,15 @@ pub struct Engine {
     finished: VecDeque<Finished>,
     actions: VecDeque<Action>,
     inflight_bytes: u64,
+    /// Bytes in the rails' queues: of records under way, not yet split off.
+    unposted_bytes: u64,
+    /// When a rail that stood back would have been done: then it is asked again at the latest.
+    look_again: Option<Instant>,
+    machine: Machine,
+    limits: LimitCounts,
+    times: RequestTimes,
+    /// Memory for the numbers of a request that ends.
+    scratch: Vec<(usize, RailNumbers)>,
     /// Records that ended while they were in a queue, since the last sweep; at least as many.
     ended_in_queues: usize,
     /// Rails of the first rank: a record's home is one of them.
@@ -151,6 +167,12 @@ impl Engine {
             finished: VecDeque::new(),
             actions: VecDeque::new(),
             inflight_bytes: 0,
+            unposted_bytes: 0,
+            look_again: None,
+            machine: Machine::default(),
+            limits: LimitCounts::default(),
+            times: RequestTimes::default(),
+            scratch: Vec::new(),
             ended_in_queues: 0,
             homes,
             active_rank: None,
@@ -189,6 +211,8 @@ impl Engine {
             return Err((orders, refused));
         }
         self.inflight_bytes += bytes;
+        self.unposted_bytes += bytes;
+        let account = self.open_account(now, bytes, orders.len());
         let request = self.requests.insert(Request {
             deadline,
             bytes,
@@ -198,6 +222,7 @@ impl Engine {
             submitted: now,
             first_post: None,
             stats: RequestStats::default(),
+            account,
         });
         for (index, order) in orders.into_iter().enumerate() {
             let home = self.home(order.key);
@@ -239,6 +264,7 @@ impl Engine {
                 self.check_served(now, record);
             }
         }
+        self.note_times(now);
         Ok(request)
     }
 
@@ -251,12 +277,15 @@ impl Engine {
     /// Gives a request up: its unfinished records fail, READs that are posted run out.
     pub fn cancel(&mut self, now: Instant, request: Handle) {
         self.fail_request(now, request, &Failure::Cancelled);
+        self.note_times(now);
     }
 
     /// A rail could not take a READ right now: it goes back to the front.
     pub fn handle_post_refused(&mut self, rail: RailId, read: Read) {
+        let now = read.posted_at;
         self.rails[rail.0].unposted(read.bytes());
         self.requeue(read);
+        self.note_times(now);
     }
 
     /// Takes in what a rail told.
@@ -292,6 +321,7 @@ impl Engine {
             }
             RailEvent::Stalled(why) => self.take_down_stalled(now, rail, why),
         }
+        self.note_times(now);
     }
 
     /// A rail that was told to quiesce is quiesced.
@@ -331,6 +361,8 @@ impl Engine {
             let why = self.describe_rails();
             self.fail_request(now, request, &Failure::Deadline(why));
         }
+        self.look_again = self.look_again.filter(|at| *at > now);
+        self.note_times(now);
     }
 
     /// The earliest moment at which [`Engine::handle_time`] has work to do.
@@ -343,7 +375,7 @@ impl Engine {
             };
             retry.into_iter().chain(b.stall_at())
         });
-        requests.chain(rails).min()
+        requests.chain(rails).chain(self.look_again).min()
     }
 
     /// What the driver has to do, one at a time.
@@ -419,6 +451,11 @@ impl Engine {
             fallbacks: self.counters.fallbacks,
             takeovers: self.counters.takeovers,
             backpressure: self.counters.backpressure,
+            limits: self.limits,
+            queue: Percentiles::from(&self.times.queue),
+            wire: Percentiles::from(&self.times.wire),
+            verify: Percentiles::from(&self.times.verify),
+            total: Percentiles::from(&self.times.total),
         }
     }
 
@@ -453,6 +490,11 @@ impl Engine {
             }
             _ => {}
         }
+    }
+
+    /// Whether a rail of the first rank works.
+    pub fn is_preferred_up(&self) -> bool {
+        self.homes.iter().any(|&i| self.rails[i].is_up())
     }
 
     /// Whether each rail of the first rank came up or failed to, once.
@@ -557,6 +599,7 @@ impl Engine {
     fn fail_record(&mut self, now: Instant, handle: Handle, failure: Failure) {
         if let Some(record) = self.records.remove(handle) {
             self.counters.failed += 1;
+            self.unposted_bytes -= record.landing.remaining() as u64;
             drop(record.retries);
             record.landing.abandon();
             if record.queued || record.in_retry_queue {
@@ -620,6 +663,8 @@ impl Engine {
         stats.queued = entry.first_post.map_or(stats.total, |t| {
             t.saturating_duration_since(entry.submitted)
         });
+        stats.wire = stats.total - stats.queued;
+        self.close_account(now, request, &entry, &mut stats);
         self.finished.push_back(Finished {
             request,
             records: entry

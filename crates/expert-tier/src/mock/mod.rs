@@ -1,5 +1,5 @@
 //! A rail without a wire: bandwidth, latency and every fault that a test asks for, on a clock that
-//! the test owns.
+//! the test owns, or on the real one.
 //!
 //! It is as unforgiving as a network card. READs of a rail land in order, at the time that latency
 //! and bandwidth give; whatever was cancelled, expired or given up meanwhile, the bytes are written
@@ -7,20 +7,36 @@
 //! moment: it knows the content that a READ was planned for as little as a card does.
 //!
 //! Start with [`MockRail::new`], and call [`MockRail::advance`] whenever time passes; nothing else
-//! moves it.
+//! moves it. [`RealRail`] is the same device with a thread that does so, for real drivers;
+//! [`workload`] fetches over either.
+//!
+//! *A completion that comes twice* cannot be expressed: a completion owns its READ, which owns its
+//! range, and none of them can be copied, so the second one would need a range that is gone. What
+//! such an event would do to an engine without types is done by a completion that names a record
+//! that ended meanwhile, when its place in the table is somebody else's: cancelled and expired
+//! requests make those all the time, and the guard `epoch` is what tells them apart
+//! (`stale_completion_that_counts_is_noticed`). A device that reports one work request twice is
+//! stopped earlier, where its numbers are turned into READs.
 
+mod real;
 pub(crate) mod rng;
+#[cfg(test)]
+mod tests;
+pub mod workload;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use expert_arena::{DetachedWriter, Lease};
+use expert_store::catalogue::CHUNK_BYTES;
 use expert_wire::Key;
 
 use crate::engine::Guards;
+pub use real::{Control, RealRail};
+
 use crate::rail::{
-    Capabilities, Completion, ContentTag, Landed, Rail, RailEvent, RailKind, Read, ReadError,
+    BadChunk, Capabilities, Completion, ContentTag, Landed, Rail, RailEvent, RailKind, Read, ReadError,
 };
 use rng::SplitMix;
 
@@ -47,8 +63,45 @@ pub struct MockSpec {
     pub connect: Duration,
     /// Time that a flush takes; until then, READs go on landing.
     pub flush: Duration,
+    /// Who compares checksums.
+    pub verifies: Verifies,
     /// What it says of itself.
     pub capabilities: Capabilities,
+}
+
+/// Where checksums are compared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Verifies {
+    /// The engine, on the driver's thread, when the READ is back: as with a network card, which
+    /// leaves the bytes in memory.
+    #[default]
+    Engine,
+    /// The rail, chunk by chunk as they arrive: as with a thread that receives from a socket, when
+    /// the bytes are still in its cache.
+    Rail,
+}
+
+impl MockSpec {
+    /// A rail of a rate, with what a good local network has besides: 20 us of latency, nothing else.
+    pub fn steady(bytes_per_s: u64) -> Self {
+        Self {
+            bytes_per_s: bytes_per_s.max(1),
+            latency: Duration::from_micros(20),
+            jitter: Duration::ZERO,
+            reorder: Duration::ZERO,
+            depth: 4096,
+            connect: Duration::from_micros(100),
+            flush: Duration::from_micros(10),
+            verifies: Verifies::Engine,
+            capabilities: Capabilities {
+                read_max_bytes: 1 << 30,
+                whole_records: false,
+                lanes: 1,
+                stall: Duration::from_millis(200),
+                rank: 0,
+            },
+        }
+    }
 }
 
 /// What goes wrong with one READ.
@@ -85,6 +138,10 @@ struct Posted {
     fault: Option<ReadFault>,
     /// Its remote key was revoked before it was posted.
     revoked: bool,
+    /// Bytes that are in memory already.
+    written: usize,
+    /// Of the chunks that are, and fit or not.
+    verify: Result<Duration, BadChunk>,
 }
 
 /// A READ that is over and was not told of yet.
@@ -290,6 +347,38 @@ impl MockRail {
         before - self.strays.len()
     }
 
+    /// Takes a READ over that was posted a little earlier: the wire does not wait for whoever looks
+    /// after it.
+    fn post_at(&mut self, read: Read, at: Instant) -> Result<(), Box<Read>> {
+        if self.link != Link::Up || self.posted.len() >= self.spec.depth {
+            return Err(Box::new(read));
+        }
+        let factor = match self.now < self.slow_until {
+            true => self.slow_factor,
+            false => 1,
+        };
+        let fault = self.armed.pop_front();
+        let late = match fault {
+            Some(ReadFault::Late(by)) => by,
+            _ => Duration::ZERO,
+        };
+        let jitter = Duration::from_micros(self.rng.below(self.spec.jitter.as_micros() as u64 + 1));
+        let wire_ns = u128::from(read.bytes()) * 1_000_000_000 / u128::from(self.spec.bytes_per_s);
+        let wire = Duration::from_nanos(wire_ns as u64) * factor + jitter;
+        let starts_at = self.free_at.max(at + self.spec.latency) + late;
+        self.free_at = starts_at + wire;
+        self.posted.push_back(Posted {
+            read,
+            starts_at,
+            lands_at: self.free_at,
+            fault,
+            revoked: self.told != Some(self.content),
+            written: 0,
+            verify: Ok(Duration::ZERO),
+        });
+        Ok(())
+    }
+
     fn land_until(&mut self, then: Instant) {
         while !self.cut && self.posted.front().is_some_and(|p| p.lands_at <= then) {
             let mut posted = self.posted.pop_front().expect("just seen");
@@ -328,9 +417,35 @@ impl MockRail {
                 let at = self.rng.index(len);
                 read.range.write(at, &[!bytes[at]]);
             }
-            _ => read.range.write(0, bytes),
+            _ => {
+                posted.write_up_to(len, bytes, self.spec.verifies);
+                let verify_time = posted.verify.map_err(ReadError::Checksum)?;
+                return Ok(Landed {
+                    verified: self.spec.verifies == Verifies::Rail,
+                    verify_time,
+                });
+            }
         }
         Ok(Landed::default())
+    }
+
+    /// Writes what is on the wire by now, whole chunks of it, so that the end of a READ is not all
+    /// its work. For the real clock, where writing takes time.
+    fn write_early(&mut self) {
+        let (now, content, verifies) = (self.now, self.content, self.spec.verifies);
+        if self.cut || self.link != Link::Up {
+            return;
+        }
+        let healthy = |p: &&mut Posted| p.fault.is_none() && !p.revoked;
+        let Some(posted) = self.posted.front_mut().filter(healthy) else {
+            return;
+        };
+        let part = posted.part_by(now) / CHUNK_BYTES * CHUNK_BYTES;
+        let from = posted.read.range.offset();
+        let image = self.source.record(content, posted.read.key);
+        if let Some(bytes) = image.and_then(|i| i.get(from..from + part as usize)) {
+            posted.write_up_to(part as usize, bytes, verifies);
+        }
     }
 
     /// A READ that is interrupted has written what was on the wire by then.
@@ -406,6 +521,26 @@ impl MockRail {
 }
 
 impl Posted {
+    /// Writes the bytes up to `end` that are not there yet, and compares them where the rail does.
+    fn write_up_to(&mut self, end: usize, bytes: &[u8], verifies: Verifies) {
+        let chunk = CHUNK_BYTES as usize;
+        while self.written < end {
+            let at = self.written;
+            let next = (at / chunk + 1) * chunk;
+            let next = next.min(end);
+            self.read.range.write(at, &bytes[at..next]);
+            self.written = next;
+            if verifies == Verifies::Rail && self.read.verify && self.verify.is_ok() {
+                let began = Instant::now();
+                let checked = self.read.check_chunks(at as u64, (next - at) as u64);
+                self.verify = match (checked, self.verify) {
+                    (Ok(()), Ok(before)) => Ok(before + began.elapsed()),
+                    (Err(bad), _) | (_, Err(bad)) => Err(bad),
+                };
+            }
+        }
+    }
+
     fn part_by(&self, now: Instant) -> u64 {
         let done = now.saturating_duration_since(self.starts_at).as_nanos();
         let all = (self.lands_at - self.starts_at).as_nanos().max(1);
@@ -427,31 +562,7 @@ impl Rail for MockRail {
     }
 
     fn post(&mut self, read: Read) -> Result<(), Box<Read>> {
-        if self.link != Link::Up || self.posted.len() >= self.spec.depth {
-            return Err(Box::new(read));
-        }
-        let factor = match self.now < self.slow_until {
-            true => self.slow_factor,
-            false => 1,
-        };
-        let fault = self.armed.pop_front();
-        let late = match fault {
-            Some(ReadFault::Late(by)) => by,
-            _ => Duration::ZERO,
-        };
-        let jitter = Duration::from_micros(self.rng.below(self.spec.jitter.as_micros() as u64 + 1));
-        let wire_ns = u128::from(read.bytes()) * 1_000_000_000 / u128::from(self.spec.bytes_per_s);
-        let wire = Duration::from_nanos(wire_ns as u64) * factor + jitter;
-        let starts_at = self.free_at.max(self.now + self.spec.latency) + late;
-        self.free_at = starts_at + wire;
-        self.posted.push_back(Posted {
-            read,
-            starts_at,
-            lands_at: self.free_at,
-            fault,
-            revoked: self.told != Some(self.content),
-        });
-        Ok(())
+        self.post_at(read, self.now)
     }
 
     fn poll(&mut self, sink: &mut Vec<RailEvent>) {

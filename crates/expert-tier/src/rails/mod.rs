@@ -3,3 +3,4 @@
 pub(crate) mod local;
 pub(crate) mod socket;
 pub(crate) mod tcp;
+pub(crate) mod verbs;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::contents::{LEAF_BYTES, VERSIONS};
 use crate::config::{EngineConfig, OnFailure, Policy};
 use crate::mock::rng::SplitMix;
-use crate::mock::{MockSpec, ReadFault};
+use crate::mock::{MockSpec, ReadFault, Verifies};
 use crate::rail::Capabilities;
 
 /// Rails and peers, what is asked of them, and what goes wrong.
@@ -206,6 +206,7 @@ fn draw_rail(rng: &mut SplitMix) -> MockSpec {
         depth: *rng.pick(&[1, 4, 128]),
         connect: rng.duration(100, 50_000),
         flush: rng.duration(10, 2_000),
+        verifies: Verifies::Engine,
         capabilities: Capabilities {
             read_max_bytes: *rng.pick(&[256 << 10, 1 << 20, 1 << 30]),
             whole_records: rng.percent(10),

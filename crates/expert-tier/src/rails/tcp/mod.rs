@@ -35,7 +35,7 @@ use crate::rail::{
     Capabilities, Completion, ContentTag, Landed, Rail, RailEvent, RailKind, Read, ReadError,
 };
 use crate::sync::lock;
-pub(crate) use v1::v1_tag;
+pub(crate) use v1::{check_v1_header, v1_tag};
 use v2::LaneV2;
 
 /// Bytes of one `recv`, which waits for all of them: progress is seen in such steps, so that a slow

@@ -66,7 +66,8 @@ impl Attempt {
     }
 }
 
-fn check_v1_header(read: &Read, manifest: &Manifest) -> Result<(), String> {
+/// Checks that a record's header is that of the record asked for, in the manifest's geometry.
+pub(crate) fn check_v1_header(read: &Read, manifest: &Manifest) -> Result<(), String> {
     let mut header = [0u8; 28];
     if read.range.len() < header.len() {
         return Err("record without a header".into());

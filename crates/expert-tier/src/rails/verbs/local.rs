@@ -1,0 +1,203 @@
+//! Ports of this machine: found, chosen, opened, and with the arena registered.
+
+use std::sync::Arc;
+
+use atlas_rdma::attributes::LinkLayer;
+use atlas_rdma::choose::{PortView, RailChoice, RailSpec, Wanted, choose_rails, shares_subnet};
+use atlas_rdma::{Context, LandingRegions, Pd, RdmaError, ReadQueueOptions};
+use expert_arena::ExpertArena;
+
+use super::options::{RailsWanted, VerbsOptions};
+use super::{PARTS_MAX, POSTS_MAX, WORK_REQUESTS_MAX};
+
+/// A port that became a rail. *Field order is drop order*: registrations, domain, device.
+pub(crate) struct OwnRail {
+    landing: Arc<LandingRegions>,
+    context: Arc<Context>,
+    port: u8,
+    gid_index: Option<u32>,
+}
+
+/// Chooses rails among the ports of this machine. Opens devices to look at them, no more.
+///
+/// *Errors*: no library, no kernel, no device, or none that fits; text with what there is.
+pub(crate) fn find_rails(wanted: &RailsWanted) -> Result<Vec<RailChoice>, String> {
+    let views = views()?;
+    let choices = match wanted {
+        RailsWanted::List(specs) => choose_rails(&views, Wanted::Explicit(specs.clone())),
+        RailsWanted::Slots(slots) => {
+            let mut choices: Vec<RailChoice> = Vec::new();
+            let mut failed = None;
+            for slot in slots {
+                let is_free = |v: &&PortView| {
+                    !choices
+                        .iter()
+                        .any(|c| c.device == v.device && c.port == v.port)
+                };
+                let free: Vec<PortView> = views.iter().filter(is_free).cloned().collect();
+                let preferred = slot
+                    .preferred
+                    .as_ref()
+                    .filter(|p| free.iter().any(|v| v.device == **p));
+                let wanted = match slot.device.as_ref().or(preferred) {
+                    Some(device) => Wanted::Explicit(vec![RailSpec {
+                        device: device.clone(),
+                        port: None,
+                        gid_index: slot.gid_index,
+                    }]),
+                    None => Wanted::Automatic {
+                        count: 1,
+                        preferred: Vec::new(),
+                    },
+                };
+                match choose_rails(&free, wanted) {
+                    Ok(mut more) => choices.append(&mut more),
+                    Err(error) => {
+                        failed = Some(error);
+                        break;
+                    }
+                }
+            }
+            match failed {
+                Some(error) => Err(error),
+                None => Ok(choices),
+            }
+        }
+    };
+    let choices = choices.map_err(|e| e.to_string())?;
+    for (a, b) in shares_subnet(&choices) {
+        tracing::warn!(
+            "rails {} and {} are in one subnet: ARP may send both through one port; give each its own subnet, or set arp_ignore=1 and arp_announce=2 and check the port counters",
+            choices[a].device,
+            choices[b].device
+        );
+    }
+    for choice in &choices {
+        tracing::info!(
+            "rail {} port {}: {}; GID {} ({}) index {}: {}",
+            choice.device,
+            choice.port,
+            choice.why,
+            choice.gid.entry.gid,
+            choice.gid.entry.kind,
+            choice.gid.entry.index,
+            choice.gid.why
+        );
+    }
+    Ok(choices)
+}
+
+fn views() -> Result<Vec<PortView>, String> {
+    let devices = atlas_rdma::devices().map_err(|e| e.to_string())?;
+    let mut views = Vec::new();
+    let mut trouble = Vec::new();
+    for device in devices {
+        match Context::open(&device.name) {
+            Ok(context) => {
+                for port in 1..=context.attributes().ports {
+                    match view(&context, port) {
+                        Ok(view) => views.push(view),
+                        Err(e) => trouble.push(e.to_string()),
+                    }
+                }
+            }
+            Err(e) => trouble.push(e.to_string()),
+        }
+    }
+    match views.is_empty() {
+        true => Err(trouble.join("; ")),
+        false => {
+            for why in trouble {
+                tracing::warn!("an RDMA device is left out: {why}");
+            }
+            Ok(views)
+        }
+    }
+}
+
+fn view(context: &Arc<Context>, port: u8) -> Result<PortView, RdmaError> {
+    Ok(PortView {
+        device: context.name().to_owned(),
+        port,
+        attributes: context.port(port)?,
+        gids: context.gid_table(port)?,
+    })
+}
+
+impl OwnRail {
+    /// Opens the device of a choice and registers the arena on it.
+    pub(crate) fn open(
+        choice: &RailChoice,
+        wanted: &RailsWanted,
+        index: usize,
+        arena: &Arc<ExpertArena>,
+        options: &VerbsOptions,
+    ) -> Result<Self, RdmaError> {
+        let context = Context::open(&choice.device)?;
+        let pd = Pd::new(&context)?;
+        let landing = LandingRegions::register(&pd, arena, options.slice_max_bytes)?;
+        let gid_index = match wanted {
+            RailsWanted::List(specs) => specs.get(index).and_then(|s| s.gid_index),
+            RailsWanted::Slots(slots) => slots.get(index).and_then(|s| s.gid_index),
+        };
+        Ok(Self {
+            landing,
+            context,
+            port: choice.port,
+            gid_index,
+        })
+    }
+
+    /// Device, and port where it is not the first.
+    pub(crate) fn name(&self) -> String {
+        match self.port {
+            1 => self.context.name().to_owned(),
+            port => format!("{}:{port}", self.context.name()),
+        }
+    }
+
+    pub(super) fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    pub(super) fn port(&self) -> u8 {
+        self.port
+    }
+
+    pub(super) fn landing(&self) -> &Arc<LandingRegions> {
+        &self.landing
+    }
+
+    /// The port and its GID as they are now: a GID's index moves when addresses change.
+    pub(super) fn look(&self) -> Result<RailChoice, String> {
+        let view = view(&self.context, self.port).map_err(|e| e.to_string())?;
+        let spec = RailSpec {
+            device: self.context.name().to_owned(),
+            port: Some(self.port),
+            gid_index: self.gid_index,
+        };
+        choose_rails(&[view], Wanted::Explicit(vec![spec]))
+            .map_err(|e| e.to_string())?
+            .pop()
+            .ok_or_else(|| "no rail was chosen".into())
+    }
+
+    pub(super) fn queue_options(&self, options: &VerbsOptions) -> ReadQueueOptions {
+        ReadQueueOptions {
+            port: self.port,
+            pkey_index: options.pkey_index,
+            posts_max: POSTS_MAX,
+            work_requests_max: WORK_REQUESTS_MAX,
+            sge_max: PARTS_MAX,
+        }
+        .limited_to(self.context.attributes())
+    }
+}
+
+/// The wire's number of a link layer.
+pub(super) fn link_code(link_layer: LinkLayer) -> u8 {
+    match link_layer {
+        LinkLayer::InfiniBand => expert_wire::verbs::LINK_INFINIBAND,
+        LinkLayer::Ethernet => expert_wire::verbs::LINK_ETHERNET,
+    }
+}
