@@ -140,8 +140,8 @@ impl Context {
     pub fn event_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the context is open.
         let fd = unsafe { (*self.as_ptr()).async_fd };
-        // SAFETY: the library opened the descriptor with the context and closes it with it, which the borrow outlives
-        // not.
+        // SAFETY: the library opened the descriptor with the context and closes it with it; the borrow ends
+        // before that.
         unsafe { BorrowedFd::borrow_raw(fd) }
     }
 

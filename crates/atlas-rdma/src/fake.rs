@@ -33,7 +33,7 @@ struct State {
     failures: HashMap<&'static str, i32>,
     /// Requests that the next posts take before they fail.
     post_budget: Option<(usize, i32)>,
-    /// Regions smaller than this are refused, and how.
+    /// Regions smaller than this, but for single bytes, are refused, and how.
     refuse_below: Option<(usize, i32)>,
     /// Whether unsignalled requests end as soon as they are posted.
     at_once: bool,
@@ -117,7 +117,7 @@ impl Fake {
         // SAFETY: integers, function pointers and arrays of them.
         let mut device: ibv_device = unsafe { zeroed() };
         for (slot, byte) in device.name.iter_mut().zip(*b"fake0") {
-            *slot = byte.cast_signed() as _;
+            *slot = byte as _;
         }
         let mut device = FakeDevice {
             device,
@@ -150,7 +150,7 @@ impl Fake {
         self.shared.lock().post_budget = Some((requests, errno));
     }
 
-    /// Refuses regions that are smaller.
+    /// Refuses regions that are smaller, but for single bytes.
     pub(crate) fn refuse_below(&self, bytes: usize, errno: i32) {
         self.shared.lock().refuse_below = Some((bytes, errno));
     }

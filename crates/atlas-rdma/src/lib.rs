@@ -1,4 +1,34 @@
 //! One-sided verbs: libibverbs bound at run time, owned handles, registered memory, queues of READs.
+//!
+//! The library is looked for when the first device is asked for: a binary with this crate in it starts on machines
+//! without RDMA, and is told by [`RdmaError`] what is missing there. Start at [`devices`] or [`Context::open`]:
+//!
+//! * The end that reads registers an arena as [`LandingRegions`] and makes [`ReadQueue`]s on it.
+//! * The end that is read from registers memory as [`Mr`]s (`publish` does it for files) and makes [`Responder`]s.
+//! * Both exchange [`LocalEndpoint`]s by other means and connect with a [`Path`].
+//!
+//! | file | concept |
+//! |---|---|
+//! | `sys` | the library: generated types, functions found at run time |
+//! | `device`, `context`, `gid_table`, `interfaces`, `event` | devices, what they and their ports say, what happens to them |
+//! | `attributes`, `memory` | plain values; memory that may be registered |
+//! | `pd`, `mr`, `completion`, `qp`, `path`, `timers` | owned handles, and the steps of a connection |
+//! | `explain`, `error`, `leak` | why something failed; what could not be released |
+//! | `landing`, `read_options`, `read_chain`, `in_flight`, `read_queue` | READs into an arena |
+//! | `responder` | the other end |
+//! | `choose`, `sysfs` | which ports to use; what they carried |
+//! | `mapping`, `publish` | files as memory to be read |
+//!
+//! **Not here:** experts, handshakes over TCP, and when to post what.
+//!
+//! **Threads.** Handles are `Send` and `Sync`; nothing waits but what says so. Posting and polling allocate nothing.
+//!
+//! **Cleanup.** Each handle keeps what it was made from. A queue of READs destroys its queue pair before it lets ranges
+//! go, and a region is deregistered before its memory goes; what fails to be released is leaked and counted
+//! ([`leaks`]). No `Drop` panics, and only that of a queue waits, for half a second at most.
+//!
+//! *Invariant:* a device writes only to ranges that a [`ReadQueue`] owns. *Boundary:* no other module than `sys` knows
+//! how the library is found.
 
 pub mod attributes;
 mod completion;

@@ -215,15 +215,8 @@ impl MappedExtent {
 
     /// Whether a part of a mapping is in memory already, so that registering it reads nothing.
     pub(crate) fn is_resident(&self, part: Range<usize>) -> bool {
-        let page_bytes = page_bytes();
-        let from = (self.delta + part.start) / page_bytes * page_bytes;
-        let to = (self.delta + part.end).min(self.mapping.bytes);
-        let mut present = vec![0u8; to.saturating_sub(from).div_ceil(page_bytes)];
-        let start = self.mapping.at(from);
-        // SAFETY: `from..to` lies inside the mapping and begins at a page; the vector has a byte for each page.
-        let answer =
-            unsafe { libc::mincore(start.cast(), to.saturating_sub(from), present.as_mut_ptr()) };
-        answer == 0 && present.iter().all(|page| page & 1 == 1)
+        self.mapping
+            .is_resident(self.delta + part.start..self.delta + part.end)
     }
 }
 
@@ -278,6 +271,19 @@ impl Mapping {
         let base = self.base.as_ptr().cast();
         // SAFETY: the range is this mapping; the advices used here change no contents.
         unsafe { rustix::mm::madvise(base, self.bytes, advice) }.is_ok()
+    }
+
+    /// Whether the file's pages of a range are in memory. Files of other users, which this one may not write, always
+    /// seem to be.
+    fn is_resident(&self, range: Range<usize>) -> bool {
+        let page_bytes = page_bytes();
+        let from = range.start / page_bytes * page_bytes;
+        let len = range.end.min(self.bytes).saturating_sub(from);
+        let mut present = vec![0u8; len.div_ceil(page_bytes)];
+        let start = self.at(from);
+        // SAFETY: the range lies inside the mapping and begins at a page; the vector has a byte for each page.
+        let answer = unsafe { libc::mincore(start.cast(), len, present.as_mut_ptr()) };
+        answer == 0 && present.iter().all(|page| page & 1 == 1)
     }
 
     /// Cuts a mapping in two; a part may be empty. `at` is a multiple of the page size.

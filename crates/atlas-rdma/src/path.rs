@@ -68,8 +68,6 @@ pub struct Path {
 }
 
 impl Path {
-    /// Pkey index 0.
-    const PKEY_INDEX: u16 = 0;
     /// READs both ways: what every card since ConnectX-3 takes. Depth 1 caps a card, 16 does not.
     pub const DEFAULT_READS: u8 = 16;
     /// Code 14: three orders above a round trip, and seven tries stay below half a second.
@@ -84,7 +82,7 @@ impl Path {
         Self {
             port,
             link_layer,
-            pkey_index: Self::PKEY_INDEX,
+            pkey_index: 0,
             gid_index: 0,
             global: link_layer == LinkLayer::Ethernet,
             remote,

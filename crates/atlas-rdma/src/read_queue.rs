@@ -4,9 +4,7 @@ mod waiting;
 
 use crate::completion::{Completion, CompletionChannel, CompletionStatus, Cq};
 use crate::error::RdmaError;
-use crate::in_flight::{
-    CompletionError, MARKER, Outcome, PROBE, ReadDone, Table,
-};
+use crate::in_flight::{CompletionError, MARKER, Outcome, PROBE, ReadDone, Table};
 use crate::landing::LandingRegions;
 use crate::leak::leaked;
 use crate::mr::{LocalKey, RemoteKey};

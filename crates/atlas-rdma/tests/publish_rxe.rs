@@ -3,13 +3,14 @@
 
 use atlas_rdma::choose::{PortView, Wanted, choose_rails, pair};
 use atlas_rdma::mapping::MappingMode;
-use atlas_rdma::publish::{PublishFile, PublishOptions, publish};
+use atlas_rdma::publish::{PublishFile, PublishOptions, Region, publish};
 use atlas_rdma::sysfs::{CounterSource, Sysfs, prefix_len_of};
 use atlas_rdma::{Context, Pd};
 use std::fs::{self, File};
 use std::io::Write;
 use std::net::IpAddr;
-use std::os::unix::fs::MetadataExt;
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -63,13 +64,37 @@ fn times(path: &Path) -> [i64; 4] {
     ]
 }
 
-fn regions_of_this_process() -> usize {
+fn extent() -> Range<usize> {
+    EXTENT.0 as usize..(EXTENT.0 + EXTENT.1) as usize
+}
+
+/// The bytes at the addresses of regions, read as a debugger does.
+fn memory_of(regions: &[Region]) -> Vec<u8> {
+    let memory = File::open("/proc/self/mem").unwrap();
+    let mut all = Vec::new();
+    for region in regions {
+        let mut bytes = vec![0; region.bytes as usize];
+        memory.read_exact_at(&mut bytes, region.addr).unwrap();
+        all.extend(bytes);
+    }
+    all
+}
+
+/// Bytes of a file that are in the page cache.
+fn cached_bytes(path: &Path) -> u64 {
+    let mut fincore = Command::new("fincore");
+    let shown = fincore.args(["-b", "-n", "-o", "RES"]).arg(path).output();
+    let text = String::from_utf8(shown.expect("util-linux has fincore").stdout).unwrap();
+    text.trim().parse().expect("fincore prints a number")
+}
+
+/// Regions of all processes: the kernel counts them for the thread that made their domain, not for a process.
+fn regions() -> usize {
     let shown = Command::new("rdma")
         .args(["resource", "show", "mr"])
         .output();
     let text = String::from_utf8(shown.expect("iproute2 has rdma").stdout).unwrap();
-    let pid = format!("pid {} ", std::process::id());
-    text.lines().filter(|line| line.contains(&pid)).count()
+    text.lines().filter(|line| line.contains(" mrn ")).count()
 }
 
 #[test]
@@ -97,8 +122,9 @@ fn files_are_published_without_being_changed() {
                 MappingMode::Copy,
             ),
         ] {
-            let registered_before = regions_of_this_process();
-            let publication = publish(&rails, &[file.clone()], &options, &|_| {}).unwrap();
+            let registered_before = regions();
+            let publication =
+                publish(&rails, std::slice::from_ref(&file), &options, &|_| {}).unwrap();
             let report = &publication.modes()[0];
             println!(
                 "kernel {:?} {} {}: {} ({:?})",
@@ -109,7 +135,7 @@ fn files_are_published_without_being_changed() {
                 report.pages
             );
             assert_eq!(report.mode, expected);
-            let registered = regions_of_this_process() - registered_before;
+            let registered = regions() - registered_before;
             assert_eq!(registered, rails.len());
             for rail in 0..rails.len() {
                 let bytes: u64 = publication
@@ -118,9 +144,13 @@ fn files_are_published_without_being_changed() {
                     .map(|region| region.bytes)
                     .sum();
                 assert_eq!(bytes, EXTENT.1);
+                assert!(
+                    memory_of(publication.regions(rail)) == content()[extent()],
+                    "{report:?}"
+                );
             }
             publication.withdraw();
-            assert_eq!(regions_of_this_process(), registered_before);
+            assert_eq!(regions(), registered_before);
             Command::new("sync").status().unwrap();
             assert_eq!(times(&path), before, "{} was changed", path.display());
         }
@@ -157,6 +187,35 @@ fn read_write_mapping_is_taken_where_allowed_and_needed() {
         publication.withdraw();
         assert!(fs::read(&path).unwrap() == content());
     }
+}
+
+#[test]
+#[ignore = "needs soft-RoCE devices and file systems: run it in a guest"]
+fn copy_of_a_file_on_disk_leaves_the_page_cache_as_it_was() {
+    let rails = domains();
+    let mut on_disk = 0;
+    for folder in folders() {
+        let (path, file) = written(&folder);
+        fs::write("/proc/sys/vm/drop_caches", "3").expect("needs root");
+        // Where the page cache is the file itself, as on tmpfs, there is nothing to keep clean.
+        if cached_bytes(&path) > 0 {
+            continue;
+        }
+        on_disk += 1;
+        let options = PublishOptions {
+            force_copy: true,
+            ..PublishOptions::default()
+        };
+        let publication = publish(&rails, &[file], &options, &|_| {}).unwrap();
+        let cached = cached_bytes(&path);
+        println!(
+            "kernel {:?}: {cached} bytes in the page cache after a copy",
+            kernel()
+        );
+        assert_eq!(cached, 0);
+        assert!(memory_of(publication.regions(0)) == content()[extent()]);
+    }
+    assert!(on_disk > 0, "PUBLISH_DIRS has no folder on a disk");
 }
 
 #[test]

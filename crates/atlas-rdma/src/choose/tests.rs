@@ -257,7 +257,7 @@ fn infiniband_goes_by_lid_and_never_with_lid_zero() {
     assert_eq!(choice.entry.index, 0);
     assert!(!choice.needs_grh);
     assert!(choice.why.contains("0x17"), "{}", choice.why);
-    let rails = explicit(&[view.clone()], "mlx5_0").unwrap();
+    let rails = explicit(std::slice::from_ref(&view), "mlx5_0").unwrap();
     let endpoint = rails[0].endpoint();
     assert_eq!(
         (endpoint.lid, endpoint.link_layer),

@@ -20,6 +20,8 @@ fn everything_goes_in_the_order_queue_regions_domain_device_memory() {
             "destroy_cq",
             "destroy_comp_channel",
             "dereg_mr",
+            // The one for probes.
+            "dereg_mr",
             "dealloc_pd",
             "close_device",
             "release memory",
@@ -269,6 +271,54 @@ fn a_range_of_another_arena_is_refused() {
     let (_, _, why) = post(&queue, 1, range(&other, SLOT_BYTES), 1).unwrap_err();
     assert!(matches!(why, Refusal::Invalid(_)), "{why}");
     assert!(fake.posted().is_empty());
+}
+
+#[test]
+fn a_probe_reads_one_byte_and_says_how_it_ended() {
+    for (status, expected) in [
+        (IBV_WC_SUCCESS, None),
+        (IBV_WC_RETRY_EXC_ERR, Some("no answer after all retries")),
+    ] {
+        let fake = Fake::new();
+        let arena = arena(1, SLOT_BYTES);
+        let queue = queue(&fake, &arena);
+        let ended = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while fake.posted().is_empty() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                assert_eq!(fake.posted()[0].local[0].1, 1);
+                fake.complete(1, status);
+            });
+            queue.probe(0x1_0000, RemoteKey(9), Duration::from_secs(20))
+        });
+        match expected {
+            None => {
+                ended.unwrap();
+                post(&queue, 1, range(&arena, SLOT_BYTES), 1).unwrap();
+            }
+            Some(text) => {
+                let error = ended.unwrap_err();
+                assert!(error.to_string().contains(text), "{error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_probe_without_an_answer_ends_in_time() {
+    let fake = Fake::new();
+    let arena = arena(1, SLOT_BYTES);
+    let queue = queue(&fake, &arena);
+    let start = Instant::now();
+    let error = queue
+        .probe(0x1_0000, RemoteKey(9), Duration::from_millis(20))
+        .unwrap_err();
+    assert!(
+        error.is_retryable() && error.to_string().contains("no answer within 20ms"),
+        "{error}"
+    );
+    assert!(start.elapsed() < Duration::from_secs(10));
 }
 
 #[derive(Debug, Clone)]

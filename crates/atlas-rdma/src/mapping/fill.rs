@@ -1,8 +1,8 @@
 //! Reading files: into copies, and into the page cache ahead of a registration.
 
-use super::{MappableFile, MappedExtent, MappingError};
+use super::{MappableFile, MappedExtent, Mapping, MappingError, page_bytes};
 use rustix::fs::{Advice, fadvise};
-use rustix::io::{IoSliceMut, ReadWriteFlags, preadv2};
+use rustix::mm::ProtFlags;
 use std::fs::File;
 use std::io;
 use std::num::NonZeroU64;
@@ -28,8 +28,8 @@ pub(crate) struct CopyPart<'a> {
 
 /// Fills a part of a copy, and tells `progress` of each step's bytes.
 ///
-/// What the page cache has comes from there. The rest is read past it where the file system can, and else given up
-/// again, so that a copy leaves the page cache as it was.
+/// It is read past the page cache where the file system can. Elsewhere, what the page cache did not have is given up
+/// again after each step, so that a copy leaves the page cache as it was.
 pub(crate) fn fill(
     source: &MappableFile,
     part: CopyPart<'_>,
@@ -69,9 +69,6 @@ pub(crate) fn fill(
 }
 
 fn read_step(source: &MappableFile, from: u64, buffer: &mut [u8]) -> io::Result<usize> {
-    if let Some(got) = read_cached(source.quiet(), from, buffer) {
-        return Ok(got);
-    }
     let aligned = from % DIRECT_ALIGN_BYTES as u64 == 0
         && buffer.as_ptr().addr() % DIRECT_ALIGN_BYTES == 0
         && buffer.len() % DIRECT_ALIGN_BYTES == 0;
@@ -82,24 +79,23 @@ fn read_step(source: &MappableFile, from: u64, buffer: &mut [u8]) -> io::Result<
             answer => return answer,
         }
     }
+    let was_cached = is_cached(source, from, buffer.len());
     let got = read_retrying(source.quiet(), from, buffer)?;
-    if let Some(len) = NonZeroU64::new(got as u64) {
+    if let Some(len) = NonZeroU64::new(got as u64).filter(|_| !was_cached) {
         // A hint; without it the part stays in the page cache.
         let _ = fadvise(source.quiet(), from, Some(len), Advice::DontNeed);
     }
     Ok(got)
 }
 
-/// The whole step from the page cache, if all of it is there.
-fn read_cached(file: &File, from: u64, buffer: &mut [u8]) -> Option<usize> {
-    let len = buffer.len();
-    let got = preadv2(
-        file,
-        &mut [IoSliceMut::new(buffer)],
-        from,
-        ReadWriteFlags::NOWAIT,
-    );
-    got.ok().filter(|got| *got == len)
+/// Whether the page cache has a whole step. Asked by way of a mapping: a read that must not wait would start
+/// read-ahead on newer kernels.
+fn is_cached(source: &MappableFile, from: u64, bytes: usize) -> bool {
+    let before = from % page_bytes() as u64;
+    // Less than a page.
+    let whole = bytes + before as usize;
+    let window = Mapping::shared(source.quiet(), from - before, whole, ProtFlags::READ);
+    window.is_ok_and(|window| window.is_resident(0..whole))
 }
 
 fn read_retrying(file: &File, from: u64, buffer: &mut [u8]) -> io::Result<usize> {

@@ -126,6 +126,15 @@ impl MappableFile {
             .as_ref()
     }
 
+    /// As on a file system without direct reads.
+    #[cfg(test)]
+    pub(super) fn without_direct(self) -> Self {
+        Self {
+            direct: OnceLock::from(None),
+            ..self
+        }
+    }
+
     /// A handle that may be mapped writable.
     pub(super) fn writable(&self) -> Result<Writable<'_>, MappingError> {
         let access = fcntl_getfl(&*self.file).unwrap_or(OFlags::empty()) & OFlags::ACCMODE;

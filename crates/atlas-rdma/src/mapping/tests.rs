@@ -150,7 +150,7 @@ fn copy_stops_at_the_next_step_when_asked() {
     let mut extent = MappedExtent::reserve(&source, 0, 20 << 20, MappingMode::Copy).unwrap();
     let part = extent.copy_parts(usize::MAX).next().unwrap();
     let error = fill(&source, part, &stop, &|_| {
-        stop.store(true, Ordering::Relaxed)
+        stop.store(true, Ordering::Relaxed);
     })
     .unwrap_err();
     assert!(matches!(error, MappingError::Stopped { .. }), "{error}");
@@ -173,6 +173,19 @@ fn neither_mapping_nor_copying_changes_the_file_or_the_callers_handle() {
     assert_eq!(before.atime_nsec(), after.atime_nsec());
     let flags = rustix::fs::fcntl_getfl(&*open).unwrap();
     assert!(!flags.contains(rustix::fs::OFlags::DIRECT));
+}
+
+#[test]
+fn copy_without_direct_reads_is_the_same_and_what_was_cached_stays() {
+    let (_file, source) = source(9 << 20);
+    let source = source.without_direct();
+    // It was just written, so the page cache has all of it.
+    let mode = MappingMode::SharedReadOnly;
+    let mapping = MappedExtent::map(&source, 0, 9 << 20, mode, &GO_ON).unwrap();
+    assert!(mapping.is_resident(0..9 << 20));
+    let copy = MappedExtent::map(&source, 5000, 8 << 20, MappingMode::Copy, &GO_ON).unwrap();
+    assert_eq!(seen(&copy), pattern(9 << 20)[5000..5000 + (8 << 20)]);
+    assert!(mapping.is_resident(0..9 << 20));
 }
 
 #[test]
