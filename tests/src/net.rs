@@ -9,6 +9,7 @@
 //! Everything listens on 127.0.0.1 only, and ends what it started when it is dropped.
 
 pub mod contract;
+mod contract_list;
 pub mod fake;
 pub mod model;
 pub mod process;

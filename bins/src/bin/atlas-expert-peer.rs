@@ -12,9 +12,10 @@ use std::time::Duration;
 use anyhow::Context;
 use atlas_expert::cli::args::{MovedArgs, SelectArgs, StackArgs};
 use atlas_expert::cli::{self, bar, output, signals};
+use atlas_rdma::choose::{ChooseError, RAILS_MAX, RailSpec, RailSpecError, Wanted};
 use clap::Parser;
 use expert_peer::populate::ProgressFn;
-use expert_peer::{Peer, PeerConfig, PeerError, PopulateOptions, Source, Transfer};
+use expert_peer::{Peer, PeerConfig, PeerError, PopulateOptions, Source, Transfer, VerbsOptions};
 use expert_store::info::{StoreKind, hex128};
 use expert_store::{OpenOptions, Store, StoreError};
 use serde_json::json;
@@ -43,6 +44,16 @@ impl From<TransferArg> for Transfer {
             TransferArg::Copy => Self::Copy,
         }
     }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum RdmaArg {
+    /// On every active RDMA port, where the machine has one and the store fits into memory; else a warning says why not
+    Auto,
+    /// TCP alone
+    Off,
+    /// As `auto`, but fail where that does not work
+    Require,
 }
 
 /// Serves the expert weights of a Mixture-of-Experts model to model servers on the same network.
@@ -101,6 +112,40 @@ struct Args {
     /// How bytes get from files into sockets
     #[arg(long, value_enum, default_value_t = TransferArg::Auto)]
     transfer: TransferArg,
+    /// Whether model servers may read the store by one-sided RDMA READs, past this machine's CPU: the store is then
+    /// registered, which pins all of it in memory; `require` where --rail or --rdma-dev is given [default: auto]
+    #[arg(long, value_enum, value_name = "WHEN")]
+    rdma: Option<RdmaArg>,
+    /// RDMA port to use, and index of its GID (by default looked up by type and address at each connect); may be given
+    /// several times, in the order of the rails
+    #[arg(long, value_name = "DEV[:PORT[:GID]]")]
+    rail: Vec<RailSpec>,
+    /// The one RDMA device to use, as v1 tools spell it
+    #[arg(long, value_name = "DEV", conflicts_with = "rail")]
+    rdma_dev: Option<String>,
+    /// Index of its GID; default: looked up by type and address at each connect
+    #[arg(long, value_name = "INDEX", requires = "rdma_dev")]
+    rdma_gid: Option<u32>,
+    /// Where the kernel refuses to register read-only file mappings (before 6.2), map the files read-write instead of
+    /// copying them: saves memory, but the kernel writes every page back to the disk and sets the files' times anew
+    #[arg(long)]
+    allow_rw_map: bool,
+    /// Memory that registering may pin, counted once for all rails, in GB (10^9 bytes); default: no limit of its own
+    #[arg(long, value_name = "GB", value_parser = parse_gb)]
+    max_blade_gb: Option<u64>,
+    /// Memory that must stay available after registering, in GB (10^9 bytes); default: the larger of 8 GB and 8 %, and
+    /// for stores below 1 GiB at most a quarter of the memory
+    #[arg(long, value_name = "GB", value_parser = parse_gb)]
+    reserve_gb: Option<u64>,
+    /// Queue pairs that one client may have on one rail
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=16))]
+    qps_per_rail: u8,
+    /// Index in the RDMA ports' tables of partition keys
+    #[arg(long, value_name = "INDEX", default_value_t = 0)]
+    pkey_index: u16,
+    /// Time for clients to leave the old store's memory when SIGHUP loads another
+    #[arg(long, value_name = "MILLISECONDS", default_value_t = 500, value_parser = clap::value_parser!(u32).range(0..=600_000))]
+    reload_grace: u32,
     /// Time for answers on their way when the peer is told to end
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u16).range(1..=3600))]
     shutdown_timeout: u16,
@@ -117,8 +162,21 @@ Signals: SIGTERM and SIGINT end the peer; SIGHUP loads the store again from the 
 Environment: ATLAS_LOG (or RUST_LOG) chooses what is logged to standard error: `warn`, or `info,expert_peer=debug`.
 Exit codes: 0 ended by a signal, 1 failed or bad data, 2 wrong usage.
 
-Example:
-  atlas-expert-peer --store /models/Qwen3-30B-A3B --listen 192.168.100.2:9909 --allow-anonymous";
+Examples:
+  atlas-expert-peer --store /models/Qwen3-30B-A3B --listen 192.168.100.2:9909 --allow-anonymous
+  atlas-expert-peer --store /models/Qwen3-30B-A3B --listen 192.168.100.2:9909 --allow-anonymous --rail mlx5_0 --rail mlx5_1";
+
+/// Gigabytes as bytes.
+fn parse_gb(text: &str) -> Result<u64, String> {
+    let gb: f64 = text
+        .parse()
+        .map_err(|_| "write a number, such as 120 or 0.5".to_owned())?;
+    let bytes = gb * 1e9;
+    match (0.0..=1e18).contains(&bytes) {
+        true => Ok(bytes as u64),
+        false => Err("write a number from 0 to 1000000000".into()),
+    }
+}
 
 fn main() -> ExitCode {
     let args = match Args::try_parse() {
@@ -143,6 +201,11 @@ fn main() -> ExitCode {
 fn exit_code(error: &anyhow::Error) -> u8 {
     match error.downcast_ref() {
         Some(PeerError::Address { .. } | PeerError::Anonymous { .. }) => 2,
+        Some(PeerError::Rails(
+            ChooseError::UnknownDevice { .. }
+            | ChooseError::UnknownPort { .. }
+            | ChooseError::SamePort { .. },
+        )) => 2,
         _ => cli::exit_code(error),
     }
 }
@@ -174,10 +237,12 @@ fn run(args: &Args) -> anyhow::Result<()> {
         Signals::new([SIGTERM, SIGINT, SIGHUP]).context("installing signal handlers")?;
     let cancel = signals::cancel_flag().context("installing signal handlers")?;
     let options = open_options(args, &cancel)?;
+    let verbs = verbs(args, &cancel)?;
     expert_peer::raise_open_files_limit();
     expert_peer::check_listen(&args.listen, args.allow_anonymous)?;
     let started = open(args, &options).and_then(|store| {
-        let config = config(args, store.clone(), &cancel);
+        let mut config = config(args, store.clone(), &cancel);
+        config.verbs = verbs;
         let peer = Peer::start(config)?;
         Ok((store, peer))
     });
@@ -186,7 +251,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
         Err(e) if cancel.load(Ordering::SeqCst) && is_interrupt(&e) => return Ok(()),
         other => other?,
     };
-    announce(args, &store, peer.local_addrs())?;
+    announce(args, &store, &peer)?;
     for signal in signals.forever() {
         if signal != SIGHUP {
             break;
@@ -264,6 +329,47 @@ fn config(args: &Args, store: Arc<Store>, cancel: &Arc<AtomicBool>) -> PeerConfi
     config
 }
 
+/// What the flags say about RDMA; `None` for TCP alone.
+fn verbs(args: &Args, cancel: &Arc<AtomicBool>) -> anyhow::Result<Option<VerbsOptions>> {
+    let mut rails = args.rail.clone();
+    if let Some(device) = &args.rdma_dev {
+        // Read as any other rail, but a colon belongs to no name.
+        let usage = |e: RailSpecError| cli::UsageError(format!("--rdma-dev: {e}"));
+        let mut spec: RailSpec = device.parse().map_err(usage)?;
+        if spec.port.is_some() || spec.gid_index.is_some() {
+            let why = format!("--rdma-dev {device}: only a name; use --rail {device}");
+            return Err(cli::UsageError(why).into());
+        }
+        spec.gid_index = args.rdma_gid;
+        rails.push(spec);
+    }
+    if rails.len() > RAILS_MAX {
+        let why = format!("{} times --rail, the limit is {RAILS_MAX}", rails.len());
+        return Err(cli::UsageError(why).into());
+    }
+    let required = match (args.rdma, rails.is_empty()) {
+        (Some(RdmaArg::Off), true) => return Ok(None),
+        (Some(RdmaArg::Off), false) => {
+            let why = "--rdma off contradicts --rail and --rdma-dev; leave one out";
+            return Err(cli::UsageError(why.into()).into());
+        }
+        (Some(RdmaArg::Require), _) | (None, false) => true,
+        (Some(RdmaArg::Auto), _) | (None, true) => false,
+    };
+    let mut options = VerbsOptions::default();
+    options.rails = (!rails.is_empty()).then_some(Wanted::Explicit(rails));
+    options.required = required;
+    options.allow_rw_map = args.allow_rw_map;
+    options.max_blade_bytes = args.max_blade_gb;
+    options.reserve_bytes = args.reserve_gb;
+    options.qps_per_rail_max = args.qps_per_rail;
+    options.reload_grace = Duration::from_millis(args.reload_grace.into());
+    options.pkey_index = args.pkey_index;
+    options.threads = args.threads.map_or(0, usize::from);
+    options.cancel = cancel.clone();
+    Ok(Some(options))
+}
+
 fn log_progress(done: u64, total: u64) {
     info!(
         "read {} of {} into memory",
@@ -273,13 +379,14 @@ fn log_progress(done: u64, total: u64) {
 }
 
 /// Tells on standard output that the peer is ready, and what a client needs.
-fn announce(args: &Args, store: &Store, addresses: &[SocketAddr]) -> anyhow::Result<()> {
+fn announce(args: &Args, store: &Store, peer: &Peer) -> anyhow::Result<()> {
     let (mut records, mut bytes) = (0u64, 0u64);
     store.for_each_record(&mut |_, image_bytes| {
         records += 1;
         bytes += image_bytes;
     });
-    let reachable: Vec<String> = addresses.iter().map(|a| reachable(*a)).collect();
+    let reachable: Vec<String> = peer.local_addrs().iter().map(|a| reachable(*a)).collect();
+    let stats = peer.stats();
     let info = store.info();
     if args.json {
         let line = json!({
@@ -296,6 +403,12 @@ fn announce(args: &Args, store: &Store, addresses: &[SocketAddr]) -> anyhow::Res
             "content_id": info.content_id,
             "layout_id": info.layout_id,
             "checksums": info.content_id.is_some(),
+            "rails": stats.rails.iter().map(|rail| json!({
+                "name": rail.name,
+                "registered_bytes": rail.registered_bytes,
+                "regions": rail.regions,
+            })).collect::<Vec<_>>(),
+            "mapping": stats.mapping,
         });
         return output::print(&format!("{line}\n"));
     }
@@ -304,8 +417,16 @@ fn announce(args: &Args, store: &Store, addresses: &[SocketAddr]) -> anyhow::Res
         StoreKind::Packed => "packed",
         StoreKind::V1 => "v1",
     };
+    let rails: String = stats
+        .rails
+        .iter()
+        .map(|rail| {
+            let bytes = output::human_bytes(rail.registered_bytes);
+            format!("rail {}: {bytes} readable by RDMA\n", rail.name)
+        })
+        .collect();
     let mut text = format!(
-        "serving {} records, {}, {} layers of {} ({kind}) from {}\n{}\n\nready; on the model server:\n",
+        "serving {} records, {}, {} layers of {} ({kind}) from {}\n{}\n{rails}\nready; on the model server:\n",
         output::grouped(records),
         output::human_bytes(bytes),
         info.layers.len(),
@@ -313,9 +434,13 @@ fn announce(args: &Args, store: &Store, addresses: &[SocketAddr]) -> anyhow::Res
         args.store.display(),
         id_text(store),
     );
+    let backend = match stats.rails.is_empty() {
+        true => "rdma",
+        false => "rdma-verbs",
+    };
     for address in reachable {
         text.push_str(&format!(
-            "  atlas-expert fetch --expert-backend rdma --expert-peer {address}\n"
+            "  atlas-expert fetch --expert-backend {backend} --expert-peer {address}\n"
         ));
     }
     output::print(&text)

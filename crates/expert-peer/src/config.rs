@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::{PopulateOptions, Source};
+use crate::{PopulateOptions, Source, VerbsOptions};
 
 /// Bounds on what clients can take from a peer.
 #[derive(Debug, Clone)]
@@ -91,6 +91,8 @@ pub struct PeerConfig {
     pub allow_anonymous: bool,
     /// Read the store into the page cache before listening. Default no.
     pub populate: Option<PopulateOptions>,
+    /// Offer the store over verbs, too. Default no.
+    pub verbs: Option<VerbsOptions>,
     /// How bytes are sent.
     pub transfer: Transfer,
     /// Socket send buffer; `None` (default) leaves it to the system's autotuning.
@@ -107,6 +109,7 @@ impl PeerConfig {
             restat_interval: Duration::from_secs(1),
             allow_anonymous: false,
             populate: None,
+            verbs: None,
             transfer: Transfer::default(),
             send_buffer_bytes: None,
         }
@@ -121,6 +124,7 @@ impl fmt::Debug for PeerConfig {
             .field("restat_interval", &self.restat_interval)
             .field("allow_anonymous", &self.allow_anonymous)
             .field("populate", &self.populate)
+            .field("verbs", &self.verbs)
             .field("transfer", &self.transfer)
             .finish_non_exhaustive()
     }

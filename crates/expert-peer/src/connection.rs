@@ -1,5 +1,7 @@
 //! One connection: its thread, from greeting to close.
 
+mod rails;
+
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,6 +25,8 @@ use crate::peer::Shared;
 use crate::send::{Answer, SendError, Sender};
 use crate::stats::add;
 use crate::{FilePiece, SourceError};
+
+use rails::Rails;
 
 /// Queued answers are sent when there are this many bytes, so that a client that pipelines large
 /// questions does not make the peer hold all their answers.
@@ -68,6 +72,8 @@ enum End {
     Timeout(&'static str),
     #[error("the store was loaded again, which v1 clients cannot be told")]
     Reloaded,
+    #[error("no rails for a v1 client: {0}")]
+    NoRails(String),
     #[error("the peer goes down")]
     Stopping,
     #[error("{path} ends before byte {offset}, within an answer")]
@@ -85,7 +91,7 @@ pub(crate) fn serve(shared: &Shared, connection: &Connection) {
     let mut driver = Driver {
         shared,
         connection,
-        session: ServerSession::new(&epoch.greeting),
+        session: session(&epoch),
         sender: Sender::new(
             &connection.stream,
             limits.send_timeout,
@@ -96,6 +102,7 @@ pub(crate) fn serve(shared: &Shared, connection: &Connection) {
         ),
         greeted: epoch.number,
         epoch,
+        rails: Rails::None,
         handshake_deadline: connection.accepted_at + limits.handshake_timeout,
         partial_since: None,
         pieces: Vec::new(),
@@ -111,7 +118,7 @@ pub(crate) fn serve(shared: &Shared, connection: &Connection) {
             debug!("{address}: {end}: closed");
         }
         // Anyone can provoke these: one line each, but not for the whole log.
-        End::Refused(_) => {
+        End::Refused(_) | End::NoRails(_) => {
             if shared.refusal_log.allows() {
                 warn!("{address}: {end}: closed");
             }
@@ -127,6 +134,14 @@ pub(crate) fn serve(shared: &Shared, connection: &Connection) {
     driver.close(&end);
 }
 
+fn session(epoch: &Epoch) -> ServerSession {
+    let mut session = ServerSession::new(&epoch.greeting);
+    if epoch.serves_v1_verbs {
+        session.serve_v1_verbs();
+    }
+    session
+}
+
 struct Driver<'a> {
     shared: &'a Shared,
     connection: &'a Connection,
@@ -135,6 +150,7 @@ struct Driver<'a> {
     epoch: Arc<Epoch>,
     /// Epoch of the greeting: a v1 client works with its manifest.
     greeted: u32,
+    rails: Rails,
     handshake_deadline: Instant,
     /// When the message that is not whole was first seen, and how many had come before it.
     partial_since: Option<(Instant, u64)>,
@@ -169,7 +185,11 @@ impl Driver<'_> {
         }
         if self.shared.epoch_number() != self.epoch.number {
             if self.session.handshake_done() && !self.session.is_v2() {
-                return Err(End::Reloaded);
+                // One-sided READs go on until the old memory is taken away.
+                return match self.rails.is_alive() {
+                    true => Ok(()),
+                    false => Err(End::Reloaded),
+                };
             }
             self.epoch = self.shared.epoch();
             let welcome = self.epoch.welcome;
@@ -202,6 +222,10 @@ impl Driver<'_> {
                 return self.answer(FrameKind::CatalogueReply, id, blob);
             }
             Event::Read { id, request } => return self.read(id, &request),
+            Event::Rails { id } => self.list_rails(id),
+            Event::OpenRail { id, request } => return self.open_rail(id, &request),
+            Event::V1Verbs { rails } => return self.offer_v1(rails),
+            Event::V1Connect(remote) => return self.connect_v1(&remote),
             Event::ChecksumReport(report) => {
                 add(&self.shared.counters.checksum_reports, 1);
                 if self.shared.report_log.allows() {

@@ -4,9 +4,10 @@ use std::collections::HashMap;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Instant;
 
+use expert_store::stamp::FileStamp;
 use expert_wire::limits;
 use expert_wire::message::{ErrorCode, Welcome};
 use expert_wire::v1::{Greeting, V2Offer};
@@ -14,6 +15,7 @@ use tracing::warn;
 
 use crate::stats::{Counters, add};
 use crate::unreadable::{Unreadable, Verdict};
+use crate::verbs::{self, Served};
 use crate::{FilePiece, PeerError, Source, SourceError};
 
 /// Blobs that connections are sending now, by layer and sections.
@@ -28,6 +30,12 @@ pub(crate) struct Epoch {
     revoked: Vec<AtomicBool>,
     /// What a disk did not deliver.
     unreadable: Unreadable,
+    /// Its registered memory; none without verbs, and while it is withdrawn for another store.
+    served: Mutex<Option<Arc<Served>>>,
+    /// Whether v1 clients can read it by address.
+    pub(crate) serves_v1_verbs: bool,
+    /// Files whose times registering has set anew, and what they are since.
+    restamped: HashMap<u32, FileStamp>,
     info: OnceLock<Result<Arc<Vec<u8>>, SourceError>>,
     blobs: Mutex<Blobs>,
 }
@@ -69,10 +77,84 @@ impl Epoch {
                 .map(|_| AtomicBool::new(false))
                 .collect(),
             unreadable: Unreadable::default(),
+            served: Mutex::new(None),
+            serves_v1_verbs: false,
+            restamped: HashMap::new(),
             info: OnceLock::new(),
             blobs: Mutex::new(HashMap::new()),
             source,
         })
+    }
+
+    /// Offers the store over verbs, too.
+    pub(crate) fn with_verbs(mut self, served: Arc<Served>, rails: usize) -> Self {
+        if let Some(v2) = &mut self.greeting.v2 {
+            v2.capabilities.push("verbs".into());
+        }
+        self.serves_v1_verbs = self.greeting.manifest.as_ref().is_some_and(|manifest| {
+            (0..rails).all(|rail| {
+                verbs::v1_layers(&*self.source, manifest, &served.regions(rail)).is_some()
+            })
+        });
+        for file in 0..self.revoked.len() as u32 {
+            let stamp = || Some(FileStamp::of(&self.source.file(file)?.metadata().ok()?));
+            if served.touches(file) {
+                if let Some(stamp) = stamp() {
+                    self.restamped.insert(file, stamp);
+                }
+            }
+        }
+        self.serve(Some(served));
+        self
+    }
+
+    /// Its registered memory.
+    pub(crate) fn served(&self) -> Option<Arc<Served>> {
+        self.lock_served().clone()
+    }
+
+    /// Replaces it, and gives back what was there.
+    pub(crate) fn serve(&self, served: Option<Arc<Served>>) -> Option<Arc<Served>> {
+        let old = std::mem::replace(&mut *self.lock_served(), served.clone());
+        // Whoever found a file changed before may have found nothing to revoke.
+        for (file, revoked) in self.revoked.iter().enumerate() {
+            if let (true, Some(served)) = (revoked.load(Ordering::SeqCst), &served) {
+                served.revoke(file as u32);
+            }
+        }
+        old
+    }
+
+    fn lock_served(&self) -> MutexGuard<'_, Option<Arc<Served>>> {
+        self.served.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How an open file differs from what it was when it was opened, or registered.
+    fn file_change(&self, file: u32) -> Option<String> {
+        let Some(stamp) = self.restamped.get(&file) else {
+            return self.source.file_change(file);
+        };
+        match self.source.file(file).map(|f| f.metadata()) {
+            Some(Ok(now)) => stamp.change(&FileStamp::of(&now)),
+            _ => Some("its state cannot be read".into()),
+        }
+    }
+
+    /// Looks at all files, by path too, and refuses those that changed.
+    pub(crate) fn check_files(&self, counters: &Counters) {
+        for (file, why) in self.source.changed_files() {
+            let Ok(file) = u32::try_from(file) else {
+                continue;
+            };
+            let path = self.source.file_path(file);
+            let is_own_doing = self.restamped.get(&file).is_some_and(|stamp| {
+                let now = path.and_then(|p| std::fs::metadata(p).ok());
+                now.is_some_and(|now| stamp.change(&FileStamp::of(&now)).is_none())
+            });
+            if !is_own_doing {
+                self.revoke(file, &why, counters);
+            }
+        }
     }
 
     /// The answer to `StoreInfo`, the same memory for all connections.
@@ -113,6 +195,10 @@ impl Epoch {
                 "{} changed while it was served ({why}): its records are refused until the store is loaded again",
                 path.display()
             );
+            // One-sided READs ask nobody: the memory itself must go.
+            if let Some(served) = self.served() {
+                served.revoke(file);
+            }
         }
     }
 
@@ -121,7 +207,7 @@ impl Epoch {
     pub(crate) fn check_file(&self, file: u32, counters: &Counters) -> Result<(), SourceError> {
         let revoked = self.revoked.get(file as usize);
         if revoked.is_some_and(|r| !r.load(Ordering::SeqCst)) {
-            match self.source.file_change(file) {
+            match self.file_change(file) {
                 None => return Ok(()),
                 Some(why) => self.revoke(file, &why, counters),
             }

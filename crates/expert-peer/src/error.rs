@@ -3,6 +3,9 @@
 use std::io;
 use std::net::SocketAddr;
 
+use atlas_rdma::RdmaError;
+use atlas_rdma::choose::{ChooseError, GidRefusal};
+use atlas_rdma::publish::PublishError;
 use thiserror::Error;
 
 /// An error of this crate.
@@ -49,6 +52,70 @@ pub enum PeerError {
     /// The store cannot be served.
     #[error("the store cannot be served: {0}")]
     Store(String),
+    /// A device, port or queue pair does not do what it should.
+    #[error(transparent)]
+    Rdma(#[from] RdmaError),
+    /// The rails that were asked for are not there.
+    #[error(transparent)]
+    Rails(#[from] ChooseError),
+    /// A rail has no GID to use now.
+    #[error("rail {rail}: {source}")]
+    Gid {
+        /// Its name.
+        rail: String,
+        /// What its port has.
+        #[source]
+        source: GidRefusal,
+    },
+    /// A rail without a link.
+    #[error(
+        "rail {rail}: its port is {state}, not active; connect the link or bring its interface up"
+    )]
+    LinkDown {
+        /// Its name.
+        rail: String,
+        /// What the device says.
+        state: String,
+    },
+    /// The store's memory was not registered.
+    #[error("the store cannot be registered for READs: {0}")]
+    Publish(#[from] PublishError),
+    /// More than the caller lets a store pin.
+    #[error(
+        "registering the store pins {need_bytes} bytes{}, the limit is {limit_bytes}; raise \
+         --max-blade-gb, or serve TCP alone with --rdma off", beside(*beside_bytes)
+    )]
+    BladeTooLarge {
+        /// Bytes of the store, counted once for all rails.
+        need_bytes: u64,
+        /// Bytes of the store before it, which stay meanwhile.
+        beside_bytes: u64,
+        /// The limit.
+        limit_bytes: u64,
+    },
+    /// Less memory than it takes.
+    #[error(
+        "registering the store pins {need_bytes} bytes, and {available_bytes} bytes of memory are \
+         available of which {reserve_bytes} must stay free; serve fewer layers, lower the reserve \
+         (--reserve-gb), or serve TCP alone with --rdma off"
+    )]
+    MemoryShort {
+        /// Bytes that would be pinned.
+        need_bytes: u64,
+        /// Bytes that can be had.
+        available_bytes: u64,
+        /// Bytes that stay free.
+        reserve_bytes: u64,
+    },
+    /// A store in more pieces than an answer can list.
+    #[error(
+        "the store lies in {regions} pieces, the limit is {}; pack it with 'atlas-expert pack'",
+        expert_wire::limits::REGIONS_MAX
+    )]
+    TooManyRegions {
+        /// Pieces of one rail.
+        regions: usize,
+    },
     /// The caller asked to stop.
     #[error("interrupted")]
     Interrupted,
@@ -69,8 +136,16 @@ impl PeerError {
     pub fn is_retryable(&self) -> bool {
         match self {
             Self::Listen { source, .. } => source.kind() == io::ErrorKind::AddrInUse,
-            Self::System { .. } => true,
+            Self::System { .. } | Self::MemoryShort { .. } | Self::LinkDown { .. } => true,
+            Self::Rdma(e) => e.is_retryable(),
             _ => false,
         }
+    }
+}
+
+fn beside(bytes: u64) -> String {
+    match bytes {
+        0 => String::new(),
+        n => format!(" beside the {n} of the store that is served now"),
     }
 }

@@ -1,4 +1,4 @@
-//! The peer: what its threads share, start, reload and shutdown.
+//! The peer: what its threads share, start and shutdown.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -8,20 +8,21 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use tracing::{debug, info, warn};
+use tracing::{debug, warn};
 
 use crate::connection::Connection;
 use crate::epoch::Epoch;
 use crate::net::{self, Wake};
-use crate::stats::{Counters, add};
-use crate::{PeerConfig, PeerError, PeerStats, Source, accept, populate, watch};
+use crate::stats::Counters;
+use crate::verbs::{Served, Verbs};
+use crate::{PeerConfig, PeerError, PeerStats, VerbsOptions, accept, populate, watch};
 
 /// How long dropping a [`Peer`] may take.
 const DROP_DEADLINE: Duration = Duration::from_secs(2);
 
 /// A running peer: serves until it is shut down or dropped.
 pub struct Peer {
-    shared: Arc<Shared>,
+    pub(crate) shared: Arc<Shared>,
     addresses: Vec<SocketAddr>,
     down: bool,
 }
@@ -45,30 +46,71 @@ pub(crate) struct Shared {
     connections: Mutex<HashMap<u64, Arc<Connection>>>,
     /// Acceptor and watcher.
     service_threads: AtomicU32,
+    // Field order is drop order: the store's memory and its queue pairs, then the rails.
     epoch: Mutex<Arc<Epoch>>,
     epoch_number: AtomicU32,
+    reload: Mutex<()>,
+    /// The rails; none without verbs.
+    pub(crate) verbs: Option<Verbs>,
 }
 
 impl Peer {
-    /// Binds, reads the store into memory where that is asked for, and serves.
+    /// Binds, reads the store into memory and registers it where that is asked for, and serves.
     ///
     /// *Errors*: [`PeerError::Anonymous`] for an address beyond loopback without
     /// `allow_anonymous`, [`PeerError::Listen`] (for a port in use: stop who has it, or choose
-    /// another), [`PeerError::Interrupted`] when the population was cancelled.
+    /// another), [`PeerError::Interrupted`] when the population was cancelled. Where verbs are
+    /// required, also what keeps them from being served: [`PeerError::Rdma`], [`PeerError::Rails`],
+    /// [`PeerError::Publish`], [`PeerError::BladeTooLarge`], [`PeerError::MemoryShort`].
     pub fn start(config: PeerConfig) -> Result<Self, PeerError> {
+        Self::start_with(config, Verbs::start)
+    }
+
+    /// `rails` opens the rails where the configuration wants some.
+    pub(crate) fn start_with(
+        config: PeerConfig,
+        rails: impl FnOnce(&VerbsOptions) -> Result<Option<Verbs>, PeerError>,
+    ) -> Result<Self, PeerError> {
         let names = net::resolve(&config.listen, config.allow_anonymous)?;
         // Bound before the long part, so that a port in use shows at once.
         let bound = net::bind(&names)?;
         let instance_id = rand::random();
-        let epoch = Epoch::new(1, instance_id, config.store.clone())?;
-        if let Some(options) = &config.populate {
+        let mut epoch = Epoch::new(1, instance_id, config.store.clone())?;
+        // Before the long part, too.
+        let mut verbs = match &config.verbs {
+            Some(options) => rails(options)?,
+            None => None,
+        };
+        if let Some(rails) = &verbs {
+            if let Err(e) = rails.check_fits(&*config.store, 0) {
+                rails.go_without(e)?;
+                verbs = None;
+            }
+        }
+        let counters = Counters::default();
+        if let Some(rails) = &verbs {
+            match rails.publish(&*config.store, 0) {
+                Ok(served) => {
+                    epoch = epoch.with_verbs(served.into(), rails.rail_count());
+                    // What changed while it was registered.
+                    epoch.check_files(&counters);
+                }
+                Err(e) => {
+                    rails.go_without(e)?;
+                    verbs = None;
+                }
+            }
+        }
+        // Registering has filled the page cache, unless it copied: then TCP clients need it.
+        let is_mapped = epoch.served().is_some_and(|served| served.is_mapped());
+        if let (Some(options), false) = (&config.populate, is_mapped) {
             populate::populate(&*config.store, options)?;
         }
         let system = |what| move |source| PeerError::System { what, source };
         let wake = || Wake::new().map_err(system("creating an eventfd"));
         let shared = Arc::new(Shared {
             instance_id,
-            counters: Counters::default(),
+            counters,
             stopping: AtomicBool::new(false),
             stop_wake: wake()?,
             report_wake: wake()?,
@@ -81,6 +123,8 @@ impl Peer {
             service_threads: AtomicU32::new(0),
             epoch_number: AtomicU32::new(epoch.number),
             epoch: Mutex::new(Arc::new(epoch)),
+            reload: Mutex::new(()),
+            verbs,
             config,
         });
         let listeners = net::listen(bound)?;
@@ -127,33 +171,17 @@ impl Peer {
     /// Counters since the start.
     pub fn stats(&self) -> PeerStats {
         let active = self.shared.connections().len() as u64;
-        self.shared.counters.snapshot(active)
-    }
-
-    /// Takes up another store, or another state of the same one, and gives back its epoch.
-    ///
-    /// v2 clients are told between two answers, and their READs with the old epoch are refused;
-    /// v1 clients, which cannot be told, are hung up. Answers that are on their way are finished
-    /// from the old store, whose files stay open until then.
-    ///
-    /// *Errors*: [`PeerError::Store`] when it cannot be served; the old one stays.
-    pub fn reload(&self, store: Arc<dyn Source>) -> Result<u32, PeerError> {
-        let number = {
-            let mut epoch = self.shared.lock_epoch();
-            // 0 is the value that no client was ever told.
-            let number = epoch.number.checked_add(1).unwrap_or(1);
-            *epoch = Arc::new(Epoch::new(number, self.shared.instance_id, store)?);
-            self.shared.epoch_number.store(number, Ordering::SeqCst);
-            number
-        };
-        add(&self.shared.counters.reloads, 1);
-        let connections = self.shared.wake_connections();
-        info!("serving epoch {number}; {connections} connections are told");
-        Ok(number)
+        let mut stats = self.shared.counters.snapshot(active);
+        if let Some(verbs) = &self.shared.verbs {
+            let served = self.shared.epoch().served();
+            stats.rails = verbs.stats(served.as_deref());
+            stats.mapping = served.map(|s| s.mapping().to_owned());
+        }
+        stats
     }
 
     /// Stops listening, lets answers on their way finish for half of `deadline`, cuts what is
-    /// left, and waits for all threads.
+    /// left, and waits for all threads. Registered memory is taken away as with [`Self::reload`].
     ///
     /// *Errors*: [`PeerError::ShutdownTimeout`] when threads still run at the deadline (a file
     /// system that does not answer); they end on their own when it does.
@@ -167,9 +195,18 @@ impl Peer {
         }
         let shared = &self.shared;
         let start = Instant::now();
+        let served = shared.epoch().served();
+        if let Some(served) = &served {
+            // Before the connections end: their queue pairs stay until the memory is gone.
+            served.close();
+        }
         shared.stopping.store(true, Ordering::SeqCst);
         shared.stop_wake.wake();
         shared.wake_connections();
+        if let Some(served) = served {
+            self.withdraw(served, deadline);
+        }
+        let shared = &self.shared;
         if shared.wait_for_threads(start + deadline / 2) > 0 {
             for connection in shared.connections().values() {
                 connection.cut();
@@ -181,6 +218,25 @@ impl Peer {
                 threads,
                 deadline_ms: deadline.as_millis(),
             }),
+        }
+    }
+
+    /// Takes registered memory away, in a thread of its own that the deadline waits for: giving
+    /// back hundreds of gigabytes takes a while.
+    fn withdraw(&self, served: Arc<Served>, deadline: Duration) {
+        let grace = match (&self.shared.verbs, served.clients()) {
+            (Some(verbs), (_, 1..)) => verbs.options.reload_grace.min(deadline / 4),
+            _ => Duration::ZERO,
+        };
+        let again = served.clone();
+        let spawned = self.spawn("peer-withdraw", move |_| {
+            // Clients have just been told; what they have posted may still arrive.
+            thread::sleep(grace);
+            served.withdraw();
+        });
+        if let Err(e) = spawned {
+            warn!("starting a thread: {e}");
+            again.withdraw();
         }
     }
 
@@ -229,11 +285,23 @@ impl Shared {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Serves an epoch from here on.
+    pub(crate) fn take_up(&self, epoch: Epoch) {
+        let mut current = self.lock_epoch();
+        let number = epoch.number;
+        *current = Arc::new(epoch);
+        self.epoch_number.store(number, Ordering::SeqCst);
+    }
+
+    pub(crate) fn lock_reload(&self) -> MutexGuard<'_, ()> {
+        self.reload.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn lock_epoch(&self) -> MutexGuard<'_, Arc<Epoch>> {
         self.epoch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wake_connections(&self) -> usize {
+    pub(crate) fn wake_connections(&self) -> usize {
         let connections = self.connections();
         for connection in connections.values() {
             connection.wake.wake();

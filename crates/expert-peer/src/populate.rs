@@ -1,7 +1,6 @@
 //! Reads a store into the page cache, so that the first clients do not wait for the disk.
 
 use std::fmt;
-use std::fs;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -10,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use tracing::{info, warn};
 
-use crate::{FilePiece, PeerError, Source};
+use crate::extents::{Extent, extents};
+use crate::memory::memory_available;
+use crate::{PeerError, Source};
 
 /// One read: large enough that disks deliver at their full rate.
 const READ_BYTES: u64 = 4 << 20;
@@ -133,48 +134,18 @@ pub fn populate(
     })
 }
 
-struct Read {
-    file: u32,
-    offset: u64,
-    bytes: u64,
-}
-
 /// The records' ranges in order of the files, neighbours joined, cut into reads.
-fn plan(source: &dyn Source) -> Vec<Read> {
-    let mut ranges = Vec::new();
-    source.for_each_record(&mut |key, image_bytes| {
-        let outcome = source.for_each_piece(key, 0, image_bytes, &mut |piece| {
-            if let FilePiece::File {
-                file,
-                offset,
-                bytes,
-            } = piece
-            {
-                ranges.push((file, offset, offset.saturating_add(bytes)));
-            }
-        });
-        if let Err(e) = outcome {
-            warn!("{key}: {e}");
-        }
-    });
-    ranges.sort_unstable();
-    let mut joined: Vec<(u32, u64, u64)> = Vec::new();
-    for (file, start, end) in ranges {
-        match joined.last_mut() {
-            Some(last) if last.0 == file && start <= last.2.saturating_add(GAP_BYTES) => {
-                last.2 = last.2.max(end);
-            }
-            _ => joined.push((file, start, end)),
-        }
-    }
+fn plan(source: &dyn Source) -> Vec<Extent> {
     let mut reads = Vec::new();
-    for (file, mut offset, end) in joined {
+    for extent in extents(source, GAP_BYTES) {
+        let end = extent.offset + extent.bytes;
+        let mut offset = extent.offset;
         while offset < end {
             let bytes = (end - offset).min(READ_BYTES);
-            reads.push(Read {
-                file,
+            reads.push(Extent {
                 offset,
                 bytes,
+                ..extent
             });
             offset += bytes;
         }
@@ -182,7 +153,7 @@ fn plan(source: &dyn Source) -> Vec<Read> {
     reads
 }
 
-fn read_once(source: &dyn Source, read: &Read, buffer: &mut [u8]) {
+fn read_once(source: &dyn Source, read: &Extent, buffer: &mut [u8]) {
     let Some(file) = source.file(read.file) else {
         return;
     };
@@ -190,14 +161,6 @@ fn read_once(source: &dyn Source, read: &Read, buffer: &mut [u8]) {
         let path = source.file_path(read.file).unwrap_or("?".as_ref());
         warn!("{} cannot be read at {}: {e}", path.display(), read.offset);
     }
-}
-
-/// `MemAvailable`, bytes; `None` where the system does not say.
-fn memory_available() -> Option<u64> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kib.checked_mul(1024)
 }
 
 impl fmt::Debug for PopulateOptions {

@@ -5,7 +5,23 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use expert_wire::message::ErrorCode;
 
 /// One more than the largest error code on the wire.
-const CODES: usize = 14;
+const CODES: usize = 16;
+
+/// A rail of a peer.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RailStats {
+    /// Device name; with its port where that is not 1.
+    pub name: String,
+    /// Bytes that can be read over it now.
+    pub registered_bytes: u64,
+    /// In so many regions.
+    pub regions: u64,
+    /// Queue pairs of clients now.
+    pub qps_open: u64,
+    /// Clients that opened it since the start.
+    pub opens: u64,
+}
 
 /// Counters of a peer since its start.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -33,6 +49,10 @@ pub struct PeerStats {
     pub store_changes: u64,
     /// Stores taken up after the first.
     pub reloads: u64,
+    /// Rails, in the order that clients see; empty without verbs.
+    pub rails: Vec<RailStats>,
+    /// How the store's memory was made registrable, and why so; `None` without verbs.
+    pub mapping: Option<String>,
 }
 
 #[derive(Default)]
@@ -73,6 +93,8 @@ impl Counters {
             checksum_reports: load(&self.checksum_reports),
             store_changes: load(&self.store_changes),
             reloads: load(&self.reloads),
+            rails: Vec::new(),
+            mapping: None,
         }
     }
 }

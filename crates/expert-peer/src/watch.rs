@@ -4,8 +4,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use tracing::debug;
-
 use crate::net::wait;
 use crate::peer::Shared;
 
@@ -28,11 +26,5 @@ pub(crate) fn run(shared: &Arc<Shared>) {
 }
 
 fn look(shared: &Shared) {
-    let epoch = shared.epoch();
-    for (file, why) in epoch.source.changed_files() {
-        debug!("file {file} of the store: {why}");
-        if let Ok(file) = u32::try_from(file) {
-            epoch.revoke(file, &why, &shared.counters);
-        }
-    }
+    shared.epoch().check_files(&shared.counters);
 }

@@ -23,6 +23,7 @@ pub fn every_record_equals_the_source_files(backend: Backend) {
     assert_all_right(&*tier, &rig.records, 8);
     let kind = match backend {
         Backend::Posix => TierKind::Posix,
+        backend if backend.is_verbs() => TierKind::RdmaVerbs,
         _ => TierKind::Rdma,
     };
     assert_eq!(tier.kind(), kind);
@@ -189,7 +190,7 @@ pub fn batch_larger_than_window_and_budget_completes(backend: Backend) {
 pub fn checksums_are_compared_as_often_as_asked(backend: Backend) {
     let rig = Rig::new(backend);
     // v1 carries none.
-    let has_checksums = backend != Backend::RdmaV1;
+    let has_checksums = !backend.is_v1();
     for (verify, want) in [
         (Verify::Always, [true, true]),
         (Verify::First, [true, false]),
@@ -401,7 +402,7 @@ pub fn content_other_than_expected_is_refused(backend: Backend) {
     let rig = Rig::new(backend);
     // The peer may know a content id; what v1 carries has none.
     let id = match backend {
-        Backend::RdmaV1 => None,
+        backend if backend.is_v1() => None,
         _ => rig.store.content_id(),
     };
     let other = patient().expect_content_id(Some(0x1234));

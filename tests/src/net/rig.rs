@@ -4,10 +4,13 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use atlas_rdma::choose::{RailSpec, Wanted};
 use expert_arena::{ArenaBuilder, ExpertArena, ForeignMemory, SlotId};
-use expert_peer::{Peer, PeerConfig, Transfer};
+use expert_peer::{Peer, PeerConfig, Transfer, VerbsOptions as PeerVerbs};
 use expert_store::{Key, Store};
-use expert_tier::{Deadline, EngineConfig, ExpertTier, Record, TierBuilder, TierError};
+use expert_tier::{
+    Deadline, EngineConfig, ExpertTier, RailsWanted, Record, TierBuilder, TierError, VerbsOptions,
+};
 use expert_wire::client::Protocol;
 
 use super::SLACK;
@@ -24,6 +27,29 @@ pub enum Backend {
     RdmaV1,
     /// Files on this machine.
     Posix,
+    /// One-sided READs on soft-RoCE, from a checkpoint where it lies: in a guest alone.
+    VerbsInPlace,
+    /// The same from a packed store.
+    VerbsPacked,
+    /// The frozen protocol's queue pairs, from a v1 store.
+    VerbsV1,
+}
+
+impl Backend {
+    /// Whether it needs a guest with soft-RoCE devices.
+    pub fn is_verbs(self) -> bool {
+        matches!(self, Self::VerbsInPlace | Self::VerbsPacked | Self::VerbsV1)
+    }
+
+    /// Whether its peer serves a v1 store to v1 clients.
+    pub fn is_v1(self) -> bool {
+        matches!(self, Self::RdmaV1 | Self::VerbsV1)
+    }
+}
+
+/// The first soft-RoCE device of a guest, for the peer and the client alike.
+pub fn first_rail() -> RailSpec {
+    "rxe0".parse().expect("a device name")
 }
 
 /// A model, its peer if the backend has one, and what must come out.
@@ -42,7 +68,7 @@ impl Rig {
     /// A small model behind a backend.
     pub fn new(backend: Backend) -> Self {
         match backend {
-            Backend::RdmaV1 => Self::of(backend, Model::nvfp4(Sizes::V1)),
+            Backend::RdmaV1 | Backend::VerbsV1 => Self::of(backend, Model::nvfp4(Sizes::V1)),
             _ => Self::of(backend, Model::bf16(Sizes::SMALL)),
         }
     }
@@ -50,13 +76,13 @@ impl Rig {
     /// That model behind a backend.
     pub fn of(backend: Backend, model: Model) -> Self {
         let path = match backend {
-            Backend::RdmaInPlace | Backend::Posix => model.index(),
-            Backend::RdmaPacked => model.pack(),
-            Backend::RdmaV1 => model.pack_v1(),
+            Backend::RdmaInPlace | Backend::VerbsInPlace | Backend::Posix => model.index(),
+            Backend::RdmaPacked | Backend::VerbsPacked => model.pack(),
+            Backend::RdmaV1 | Backend::VerbsV1 => model.pack_v1(),
         };
-        let records = match backend {
-            Backend::RdmaV1 => model::v1_records(&path),
-            _ => model.records(),
+        let records = match backend.is_v1() {
+            true => model::v1_records(&path),
+            false => model.records(),
         };
         let store = model::open(&path);
         let peer = (backend != Backend::Posix).then(|| {
@@ -66,6 +92,12 @@ impl Rig {
                     Backend::RdmaPacked => Transfer::Copy,
                     _ => Transfer::Sendfile,
                 };
+                if backend.is_verbs() {
+                    let mut verbs = PeerVerbs::default();
+                    verbs.rails = Some(Wanted::Explicit(vec![first_rail()]));
+                    verbs.required = true;
+                    config.verbs = Some(verbs);
+                }
             })
         });
         Self {
@@ -93,9 +125,13 @@ impl Rig {
         builder: TierBuilder,
         arena: Arc<ExpertArena>,
     ) -> Result<Box<dyn ExpertTier>, TierError> {
-        let builder = match self.backend {
-            Backend::RdmaV1 => builder.protocol(Protocol::V1),
-            _ => builder,
+        let builder = match self.backend.is_v1() {
+            true => builder.protocol(Protocol::V1),
+            false => builder,
+        };
+        let builder = match self.backend.is_verbs() {
+            true => builder.verbs(patient_verbs(vec![first_rail()])),
+            false => builder,
         };
         Ok(match self.addr() {
             Some(addr) => Box::new(builder.connect(&addr.to_string(), arena)?),
@@ -146,6 +182,16 @@ pub fn patient() -> TierBuilder {
         })
         .streams(1)
         .stall(Duration::from_secs(5))
+}
+
+/// Verbs on these rails, and nothing else, with time for a machine that emulates its processor.
+pub fn patient_verbs(rails: Vec<RailSpec>) -> VerbsOptions {
+    VerbsOptions {
+        rails: RailsWanted::List(rails),
+        require: true,
+        stall: Duration::from_secs(5),
+        ..VerbsOptions::default()
+    }
 }
 
 /// An arena in memory that belongs to somebody else, with that many slots of the largest record.
