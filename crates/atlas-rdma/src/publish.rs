@@ -235,6 +235,19 @@ impl<R: Registered> Publication<R> {
         revoked
     }
 
+    /// Ends the reading of everything, and keeps the memory: READs fail from now on. It is unmapped with the drop.
+    pub fn deregister(&mut self) {
+        let regions = self
+            .files
+            .iter_mut()
+            .flat_map(|file| std::mem::take(&mut file.regions))
+            .collect();
+        drop_in_parallel(self.threads, regions);
+        for table in &mut self.tables {
+            table.clear();
+        }
+    }
+
     /// Ends the reading of everything: deregisters on all rails, then unmaps. The same as dropping it.
     pub fn withdraw(self) {
         drop(self);
@@ -251,12 +264,8 @@ impl<R: Registered> Publication<R> {
 
 impl<R: Registered> Drop for Publication<R> {
     fn drop(&mut self) {
-        let regions = self
-            .files
-            .iter_mut()
-            .flat_map(|file| std::mem::take(&mut file.regions));
         // All regions of all files first; the memory goes with the fields.
-        drop_in_parallel(self.threads, regions.collect());
+        self.deregister();
     }
 }
 

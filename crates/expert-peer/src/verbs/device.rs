@@ -286,8 +286,10 @@ impl Published for DevicePublication {
     }
 
     fn deregister(&mut self) {
-        // All regions on all rails first; their memory goes in the same call, later than all of them.
-        drop(self.publication.take());
+        // The memory goes with the drop, after the queue pairs.
+        if let Some(publication) = &mut self.publication {
+            publication.deregister();
+        }
     }
 }
 
