@@ -9,7 +9,8 @@ CARGO ?= cargo
 LOCKED ?= --locked
 # Size of the demo's checkpoint in megabytes.
 DEMO_MB ?= 1050
-SCRIPTS := scripts/bootstrap scripts/demo .ci/run
+SCRIPTS := scripts/bootstrap scripts/demo scripts/kernels .ci/run \
+    $(addprefix tests/kernel/,boot counters initramfs net on-peer run)
 
 export DEMO_MB LOCKED
 
@@ -21,7 +22,7 @@ help:
 	@echo "make check        formatting, lints, documentation, licences: warnings are errors"
 	@echo "make bench        speed, as ratios to well-known tools on this machine"
 	@echo "make fixtures     generate the test checkpoints"
-	@echo "make kernel-test  RDMA tests in a guest kernel"
+	@echo "make kernel-test  real verbs on soft-RoCE, in guest kernels 6.1 and 6.12 (KERNEL_TEST='--rig one' and the like)"
 	@echo "make fuzz-smoke   a short run of every fuzz target"
 	@echo "make clean        remove everything that was built"
 
@@ -68,8 +69,9 @@ endef
 bench: bootstrap
 	$(call from_script,bench,comparison with iperf3 and cp)
 
+# Installs QEMU and fetches kernels by itself, where it may.
 kernel-test:
-	$(call from_script,kernel-test,verbs rails in a guest kernel)
+	@scripts/kernel-test $(KERNEL_TEST)
 
 fuzz-smoke:
 	$(call from_script,fuzz-smoke,fuzz targets of readers and protocol)
