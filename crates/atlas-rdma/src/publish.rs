@@ -224,8 +224,9 @@ impl<R: Registered> Publication<R> {
     /// If there is no such file.
     pub fn revoke(&mut self, file: u32) -> usize {
         let published = &mut self.files[file as usize];
+        // The memory stays mapped until everything goes: an address that is used again, under a key that a device gives
+        // out again, would answer READs of clients that do not know yet.
         drop_in_parallel(self.threads, std::mem::take(&mut published.regions));
-        published.extents.clear();
         let mut revoked = 0;
         for table in &mut self.tables {
             let before = table.len();

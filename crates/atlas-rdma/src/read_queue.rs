@@ -210,7 +210,8 @@ impl<T: Send> ReadQueue<T> {
         let Err((errno, bad)) = posted else {
             return Ok(());
         };
-        let went_out = state.chain.index_of(bad).unwrap_or(0);
+        // A provider that does not say how far it came may have taken all.
+        let went_out = state.chain.index_of(bad).unwrap_or(requests.len());
         if went_out == 0 {
             let (token, range) = state.table.withdraw(id);
             return refuse(token, range, Refusal::Failed(errno));

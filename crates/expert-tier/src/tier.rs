@@ -1,6 +1,6 @@
 //! The tiers that callers use: [`RdmaTier`] over a peer, [`PosixTier`] over a store on this machine.
 
-use std::net::IpAddr;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -231,13 +231,15 @@ impl TierBuilder {
         }
         let driver = Driver::start("rdma-tier", self.engine.clone(), rails, notifier)
             .map_err(no_resources)?;
-        driver
-            .wait_healthy(limit)
-            .map_err(|why| TierError::Connect {
+        driver.wait_healthy(limit).map_err(|why| match required {
+            true => TierError::NoVerbs { why },
+            false => TierError::Connect {
                 addr: addr.to_owned(),
                 why,
-            })?;
+            },
+        })?;
         if kind == TierKind::RdmaVerbs && !driver.is_preferred() {
+            takeovers = 1;
             tracing::warn!(
                 "no verbs rail came up, records go over TCP until one does: {}",
                 driver.describe()
@@ -305,11 +307,10 @@ impl TierBuilder {
         limit: Instant,
     ) -> Result<Vec<Box<dyn Rail>>, String> {
         options.check()?;
-        let choices = find_rails(&options.rails)?;
         let mut locals = Vec::new();
         let mut trouble = Vec::new();
-        for (index, choice) in choices.iter().enumerate() {
-            match OwnRail::open(choice, &options.rails, index, arena, options) {
+        for found in find_rails(options)? {
+            match OwnRail::open(&found, arena, options) {
                 Ok(local) => locals.push(local),
                 Err(e) => trouble.push(e.to_string()),
             }
@@ -320,9 +321,18 @@ impl TierBuilder {
         for why in trouble {
             tracing::warn!("a rail is left out: {why}");
         }
-        let addresses = match v1 || options.require {
-            true => Vec::new(),
-            false => rails_of_peer(control, &locals, limit).unwrap_or_default(),
+        let port = addr.rsplit_once(':').map_or("", |(_, port)| port);
+        let addresses: Vec<Option<String>> = match v1 {
+            true => vec![None; locals.len()],
+            false => rails_of_peer(control, &locals, limit)
+                .map_err(|e| e.to_string())?
+                .into_iter()
+                .map(|ip| {
+                    let ip = ip?;
+                    let on_rail = SocketAddr::new(ip, port.parse().ok()?).to_string();
+                    (on_rail != addr).then_some(on_rail)
+                })
+                .collect(),
         };
         let locals = Arc::new(locals);
         let run = v1.then(|| Arc::new(V1Run::new()));
@@ -331,6 +341,7 @@ impl TierBuilder {
         for index in 0..locals.len() {
             let config = VerbsConfig {
                 addr: addr.to_owned(),
+                addr_on_rail: addresses[index].clone(),
                 client_id,
                 options: options.clone(),
                 rails: locals.clone(),
@@ -340,14 +351,9 @@ impl TierBuilder {
             };
             rails.push(Box::new(VerbsRail::new(config, notifier.clone())));
         }
-        let port = addr.rsplit_once(':').map_or("", |(_, port)| port);
-        for ip in addresses.into_iter().flatten() {
-            let on_rail = match ip {
-                IpAddr::V4(ip) => format!("{ip}:{port}"),
-                IpAddr::V6(ip) => format!("[{ip}]:{port}"),
-            };
-            if on_rail != addr {
-                rails.push(Box::new(self.tcp_rail(&on_rail, 1, false, notifier)));
+        if !options.require {
+            for on_rail in addresses.iter().flatten() {
+                rails.push(Box::new(self.tcp_rail(on_rail, 1, false, notifier)));
             }
         }
         Ok(rails)

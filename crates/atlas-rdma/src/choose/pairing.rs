@@ -108,6 +108,12 @@ pub fn pair(local: &[Endpoint], remote: &[Endpoint]) -> Pairing {
             .filter(|j| end.could_reach(&remote[*j]))
             .collect();
         order.sort_by_key(|j| (local_of[*j].is_some(), !end.same_subnet(&remote[*j]), *j));
+        // Rails that nobody is paired with are tried from different ends, so that not all of this end's come to the
+        // first one where every one can be reached.
+        let free = order.iter().filter(|j| local_of[**j].is_none()).count();
+        if free > 0 {
+            order[..free].rotate_left(pairing.candidates.len() % free);
+        }
         pairing.candidates.push((i, order));
     }
     pairing

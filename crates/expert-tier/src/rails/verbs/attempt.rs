@@ -30,8 +30,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::VerbsConfig;
 use super::plan::{self, Limits, Plan, Unplannable};
-use super::session::{self, ControlStream, Memory, Session};
-use crate::control::Connection;
+use super::session::{self, ControlStream, Memory, Session, V1Member};
+use crate::control::{AskError, Connection};
 use crate::engine::later;
 use crate::notify::{Notifier, Wake};
 use crate::rail::{Completion, ContentTag, Landed, RailEvent, Read, ReadError, ReadId};
@@ -53,6 +53,14 @@ pub(super) struct RailShared {
     notifier: Arc<Notifier>,
     landed: AtomicU64,
     start: Instant,
+    /// Layers of the peer's catalogue, for as long as it is the same run and epoch of the peer.
+    known: Mutex<KnownLayers>,
+}
+
+#[derive(Default)]
+struct KnownLayers {
+    run: Option<(u64, u32)>,
+    layers: HashMap<u32, Arc<Layer>>,
 }
 
 impl RailShared {
@@ -62,6 +70,7 @@ impl RailShared {
             notifier,
             landed: AtomicU64::new(0),
             start: Instant::now(),
+            known: Mutex::default(),
         }
     }
 
@@ -75,6 +84,26 @@ impl RailShared {
 
     fn now_ms(&self) -> u64 {
         self.start.elapsed().as_millis() as u64
+    }
+
+    /// What is known already of the layers of this run and epoch of the peer.
+    fn layers_of(&self, run: (u64, u32)) -> HashMap<u32, LayerSlot> {
+        let mut known = lock(&self.known);
+        if known.run != Some(run) {
+            known.run = Some(run);
+            known.layers.clear();
+        }
+        let slots = known.layers.iter();
+        slots
+            .map(|(&layer, known)| (layer, LayerSlot::Known(known.clone())))
+            .collect()
+    }
+
+    fn note_layer(&self, run: (u64, u32), layer: &Arc<Layer>) {
+        let mut known = lock(&self.known);
+        if known.run == Some(run) {
+            known.layers.insert(layer.layer, layer.clone());
+        }
     }
 
     pub(super) fn push(&self, event: RailEvent) {
@@ -137,6 +166,8 @@ pub(super) struct Attempt {
     /// Set with `State::error`, for lanes that look often.
     failing: AtomicBool,
     live_threads: AtomicUsize,
+    /// Grows while READs wait for the catalogue: that is no standstill of the rail.
+    waits: AtomicU64,
     wake: Wake,
 }
 
@@ -145,12 +176,16 @@ struct State {
     error: Option<String>,
     socket: Option<TcpStream>,
     opened: Option<Arc<Opened>>,
+    /// v1: keeps the run's identity while the connection is good.
+    member: Option<V1Member>,
     layers: HashMap<u32, LayerSlot>,
     /// Layers to ask for.
     wanted: VecDeque<u32>,
     /// To be posted when the driver polls next.
     backlog: VecDeque<Read>,
     reports: VecDeque<ChecksumReport>,
+    /// A device refused a post: the attempt fails with this as soon as the lock is free.
+    broken: Option<String>,
     plan: Plan,
     requests: Vec<RemoteRead>,
     parts: Vec<LocalPart>,
@@ -163,13 +198,12 @@ enum LayerSlot {
     Unusable(String),
 }
 
-/// What a session gave. *Field order is drop order*: queue pairs before the v1 identity.
+/// What a session gave.
 struct Opened {
     content: ContentTag,
     epoch: u32,
     lanes: Vec<Lane>,
     memory: Memory,
-    _member: Option<session::V1Member>,
 }
 
 struct Lane {
@@ -202,6 +236,7 @@ impl Attempt {
             state: Mutex::default(),
             failing: AtomicBool::new(false),
             live_threads: AtomicUsize::new(1),
+            waits: AtomicU64::new(0),
             wake,
         });
         let spawned = std::thread::Builder::new().name(name).spawn({
@@ -226,7 +261,16 @@ impl Attempt {
     /// Takes a READ over; gives it back when it cannot be taken now.
     pub(super) fn post(&self, read: Read) -> Result<(), Box<Read>> {
         let mut guard = lock(&self.state);
-        let state = &mut *guard;
+        let result = self.post_locked(&mut guard, read);
+        let broken = guard.broken.take();
+        drop(guard);
+        if let Some(why) = broken {
+            self.fail(why);
+        }
+        result
+    }
+
+    fn post_locked(&self, state: &mut State, read: Read) -> Result<(), Box<Read>> {
         let Some(opened) = state.opened.clone().filter(|_| state.error.is_none()) else {
             return Err(Box::new(read));
         };
@@ -364,7 +408,12 @@ impl Attempt {
                 let read = refused.token.join(refused.range);
                 match refused.why {
                     // It comes again: there will be room, or the rail goes down.
-                    Refusal::Full | Refusal::Down | Refusal::Failed(_) => Err(Box::new(read)),
+                    Refusal::Full | Refusal::Down => Err(Box::new(read)),
+                    // A device that takes nothing would be asked for ever.
+                    why @ Refusal::Failed(_) => {
+                        state.broken = Some(why.to_string());
+                        Err(Box::new(read))
+                    }
                     why => {
                         self.rail
                             .complete(read, Err(ReadError::Refused(why.to_string())));
@@ -449,10 +498,16 @@ impl Attempt {
     /// Bytes of READs under way that are known to have arrived.
     pub(super) fn progress_bytes(&self) -> u64 {
         let state = lock(&self.state);
+        // The question has a deadline of its own.
+        let asked = |slot: &LayerSlot| matches!(slot, LayerSlot::Asked(reads) if !reads.is_empty());
+        if state.layers.values().any(asked) {
+            self.waits.fetch_add(1, Ordering::Relaxed);
+        }
         let lanes = state.opened.iter().flat_map(|o| &o.lanes);
-        lanes
+        let seen: u64 = lanes
             .filter_map(|l| l.with_queue(ReadQueue::progress_bytes))
-            .sum()
+            .sum();
+        seen + self.waits.load(Ordering::Relaxed)
     }
 
     pub(super) fn is_quiesced(&self) -> bool {
@@ -481,6 +536,7 @@ impl Attempt {
             let _ = socket.shutdown(Shutdown::Both);
         }
         let opened = state.opened.clone();
+        drop(state.member.take());
         drop(state);
         for read in waiting {
             self.rail.complete(read, Err(ReadError::Flushed));
@@ -516,6 +572,13 @@ impl Attempt {
             state.socket = Some(stream.try_clone().map_err(|e| e.to_string())?);
             Ok(())
         };
+        // What the device said while nobody listened is history: the port is looked at next.
+        let context = self.config.local().context();
+        while context
+            .async_event(Duration::ZERO)
+            .map_err(|e| e.to_string())?
+            .is_some()
+        {}
         let session = session::open(&self.config, limit, &keep)?;
         let Session {
             control,
@@ -523,7 +586,7 @@ impl Attempt {
             memory,
             queues,
             peer_rail,
-            _member,
+            member,
         } = session;
         let now = self.rail.now_ms();
         let lanes = queues
@@ -546,7 +609,6 @@ impl Attempt {
             },
             lanes,
             memory,
-            _member,
         });
         for index in 0..opened.lanes.len() {
             self.live_threads.fetch_add(1, Ordering::AcqRel);
@@ -570,6 +632,10 @@ impl Attempt {
                 return Err(error.clone());
             }
             state.opened = Some(opened.clone());
+            state.member = member;
+            if let ControlStream::V2(connection) = &control {
+                state.layers = self.rail.layers_of(run_of(connection));
+            }
             tracing::debug!(rail = %self.config.local().name(), peer = %peer_rail, "paired");
             self.rail.push(RailEvent::Ready(content));
         }
@@ -676,11 +742,26 @@ impl Attempt {
             }
             let slot = match answer {
                 Ok(blob) => match codec::decode_layer(&blob) {
-                    Ok(got) if got.layer == layer => LayerSlot::Known(Arc::new(got)),
+                    Ok(got) if got.layer == layer => {
+                        let got = Arc::new(got);
+                        self.rail.note_layer(run_of(connection), &got);
+                        LayerSlot::Known(got)
+                    }
                     Ok(_) => LayerSlot::Unusable("the peer described another layer".into()),
                     Err(why) => LayerSlot::Unusable(format!("the peer's catalogue: {why}")),
                 },
-                Err(crate::control::AskError::Refused(frame)) => LayerSlot::Unusable(frame.message),
+                // A refusal that may pass concerns the READs that wait, not the next ones.
+                Err(AskError::Refused(frame)) if frame.retryable => {
+                    let slot = lock(&self.state).layers.remove(&layer);
+                    if let Some(LayerSlot::Asked(parked)) = slot {
+                        for read in parked {
+                            let why = ReadError::Unavailable(frame.message.clone());
+                            self.rail.complete(read, Err(why));
+                        }
+                    }
+                    continue;
+                }
+                Err(AskError::Refused(frame)) => LayerSlot::Unusable(frame.message),
                 Err(e) => return Err(e.to_string()),
             };
             let mut state = lock(&self.state);
@@ -820,6 +901,12 @@ impl Drop for Leave<'_> {
             .fail("a thread of the rail ended unexpectedly".into());
         self.0.leave();
     }
+}
+
+/// What tells one state of the peer's store from another, where layers lie included.
+fn run_of(connection: &Connection) -> (u64, u32) {
+    let welcome = connection.welcome();
+    (welcome.instance_id, welcome.epoch)
 }
 
 /// Why queue pairs fail, in words of the network.

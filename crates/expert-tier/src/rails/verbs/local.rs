@@ -3,11 +3,13 @@
 use std::sync::Arc;
 
 use atlas_rdma::attributes::LinkLayer;
-use atlas_rdma::choose::{PortView, RailChoice, RailSpec, Wanted, choose_rails, shares_subnet};
+use atlas_rdma::choose::{
+    ChooseError, PortView, RailChoice, RailSpec, Wanted, choose_rails, shares_subnet,
+};
 use atlas_rdma::{Context, LandingRegions, Pd, RdmaError, ReadQueueOptions};
 use expert_arena::ExpertArena;
 
-use super::options::{RailsWanted, VerbsOptions};
+use super::options::{RailSlot, RailsWanted, VerbsOptions};
 use super::{PARTS_MAX, POSTS_MAX, WORK_REQUESTS_MAX};
 
 /// A port that became a rail. *Field order is drop order*: registrations, domain, device.
@@ -18,53 +20,71 @@ pub(crate) struct OwnRail {
     gid_index: Option<u32>,
 }
 
+/// A port that is to become a rail.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct FoundRail {
+    device: String,
+    port: u8,
+    /// Index that was asked for.
+    gid_index: Option<u32>,
+}
+
 /// Chooses rails among the ports of this machine. Opens devices to look at them, no more.
 ///
-/// *Errors*: no library, no kernel, no device, or none that fits; text with what there is.
-pub(crate) fn find_rails(wanted: &RailsWanted) -> Result<Vec<RailChoice>, String> {
-    let views = views()?;
-    let choices = match wanted {
-        RailsWanted::List(specs) => choose_rails(&views, Wanted::Explicit(specs.clone())),
-        RailsWanted::Slots(slots) => {
-            let mut choices: Vec<RailChoice> = Vec::new();
-            let mut failed = None;
-            for slot in slots {
-                let is_free = |v: &&PortView| {
-                    !choices
-                        .iter()
-                        .any(|c| c.device == v.device && c.port == v.port)
-                };
-                let free: Vec<PortView> = views.iter().filter(is_free).cloned().collect();
-                let preferred = slot
-                    .preferred
-                    .as_ref()
-                    .filter(|p| free.iter().any(|v| v.device == **p));
-                let wanted = match slot.device.as_ref().or(preferred) {
-                    Some(device) => Wanted::Explicit(vec![RailSpec {
-                        device: device.clone(),
-                        port: None,
-                        gid_index: slot.gid_index,
-                    }]),
-                    None => Wanted::Automatic {
-                        count: 1,
-                        preferred: Vec::new(),
-                    },
-                };
-                match choose_rails(&free, wanted) {
-                    Ok(mut more) => choices.append(&mut more),
-                    Err(error) => {
-                        failed = Some(error);
-                        break;
-                    }
+/// A named port that does not work now is a rail all the same: it comes up when the port does.
+///
+/// *Errors*: no library, no kernel, no device, no port of that name, or none that fits; text with
+/// what there is.
+pub(crate) fn find_rails(options: &VerbsOptions) -> Result<Vec<FoundRail>, String> {
+    let (views, trouble) = views()?;
+    let mut choices: Vec<RailChoice> = Vec::new();
+    let mut found: Vec<FoundRail> = Vec::new();
+    let wants: Vec<(Wanted, Option<u32>)> = match &options.rails {
+        RailsWanted::List(specs) => specs
+            .iter()
+            .map(|spec| (Wanted::Explicit(vec![spec.clone()]), spec.gid_index))
+            .collect(),
+        RailsWanted::Slots(slots) => slots
+            .iter()
+            .map(|slot| (wanted_of(slot), slot.gid_index))
+            .collect(),
+    };
+    for (wanted, gid_index) in wants {
+        let is_free = |v: &&PortView| {
+            !found
+                .iter()
+                .any(|f| f.device == v.device && f.port == v.port)
+        };
+        let free: Vec<PortView> = views.iter().filter(is_free).cloned().collect();
+        let is_named = matches!(wanted, Wanted::Explicit(_));
+        match choose_rails(&free, wanted) {
+            Ok(mut more) => {
+                found.extend(more.iter().map(|c| FoundRail {
+                    device: c.device.clone(),
+                    port: c.port,
+                    gid_index,
+                }));
+                choices.append(&mut more);
+            }
+            Err(error @ (ChooseError::NotActive { .. } | ChooseError::Gid { .. })) => {
+                tracing::warn!("{error}; it is tried again and again");
+                if let ChooseError::NotActive { spec, .. } | ChooseError::Gid { spec, .. } = error {
+                    found.push(FoundRail {
+                        port: spec.port.unwrap_or(1),
+                        gid_index: spec.gid_index,
+                        device: spec.device,
+                    });
                 }
             }
-            match failed {
-                Some(error) => Err(error),
-                None => Ok(choices),
+            Err(error) if is_named || found.is_empty() || options.require => {
+                return Err(match trouble.is_empty() {
+                    true => error.to_string(),
+                    false => format!("{error} ({})", trouble.join("; ")),
+                });
             }
+            Err(error) => tracing::warn!("one rail less than was asked for: {error}"),
         }
-    };
-    let choices = choices.map_err(|e| e.to_string())?;
+    }
     for (a, b) in shares_subnet(&choices) {
         tracing::warn!(
             "rails {} and {} are in one subnet: ARP may send both through one port; give each its own subnet, or set arp_ignore=1 and arp_announce=2 and check the port counters",
@@ -84,10 +104,25 @@ pub(crate) fn find_rails(wanted: &RailsWanted) -> Result<Vec<RailChoice>, String
             choice.gid.why
         );
     }
-    Ok(choices)
+    Ok(found)
 }
 
-fn views() -> Result<Vec<PortView>, String> {
+fn wanted_of(slot: &RailSlot) -> Wanted {
+    match &slot.device {
+        Some(device) => Wanted::Explicit(vec![RailSpec {
+            device: device.clone(),
+            port: None,
+            gid_index: slot.gid_index,
+        }]),
+        None => Wanted::Automatic {
+            count: 1,
+            preferred: slot.preferred.iter().cloned().collect(),
+        },
+    }
+}
+
+/// All ports, and what was wrong with the others.
+fn views() -> Result<(Vec<PortView>, Vec<String>), String> {
     let devices = atlas_rdma::devices().map_err(|e| e.to_string())?;
     let mut views = Vec::new();
     let mut trouble = Vec::new();
@@ -104,15 +139,13 @@ fn views() -> Result<Vec<PortView>, String> {
             Err(e) => trouble.push(e.to_string()),
         }
     }
-    match views.is_empty() {
-        true => Err(trouble.join("; ")),
-        false => {
-            for why in trouble {
-                tracing::warn!("an RDMA device is left out: {why}");
-            }
-            Ok(views)
-        }
+    if views.is_empty() {
+        return Err(trouble.join("; "));
     }
+    for why in &trouble {
+        tracing::warn!("an RDMA device is left out: {why}");
+    }
+    Ok((views, trouble))
 }
 
 fn view(context: &Arc<Context>, port: u8) -> Result<PortView, RdmaError> {
@@ -125,26 +158,20 @@ fn view(context: &Arc<Context>, port: u8) -> Result<PortView, RdmaError> {
 }
 
 impl OwnRail {
-    /// Opens the device of a choice and registers the arena on it.
+    /// Opens the device of a rail and registers the arena on it.
     pub(crate) fn open(
-        choice: &RailChoice,
-        wanted: &RailsWanted,
-        index: usize,
+        found: &FoundRail,
         arena: &Arc<ExpertArena>,
         options: &VerbsOptions,
     ) -> Result<Self, RdmaError> {
-        let context = Context::open(&choice.device)?;
+        let context = Context::open(&found.device)?;
         let pd = Pd::new(&context)?;
         let landing = LandingRegions::register(&pd, arena, options.slice_max_bytes)?;
-        let gid_index = match wanted {
-            RailsWanted::List(specs) => specs.get(index).and_then(|s| s.gid_index),
-            RailsWanted::Slots(slots) => slots.get(index).and_then(|s| s.gid_index),
-        };
         Ok(Self {
             landing,
             context,
-            port: choice.port,
-            gid_index,
+            port: found.port,
+            gid_index: found.gid_index,
         })
     }
 

@@ -48,6 +48,8 @@ const PARTS_MAX: u32 = 16;
 #[derive(Clone)]
 pub(crate) struct VerbsConfig {
     pub(crate) addr: String,
+    /// The peer on this rail's own path, where it has an address there.
+    pub(crate) addr_on_rail: Option<String>,
     pub(crate) client_id: u64,
     pub(crate) options: VerbsOptions,
     /// All rails of the tier, this one at `index`: they are paired with the peer's together.
@@ -104,7 +106,11 @@ impl Rail for VerbsRail {
         Capabilities {
             read_max_bytes: most.min(u64::from(limits::READ_MAX_BYTES)),
             whole_records: self.config.v1.is_some(),
-            lanes: self.config.options.qps_per_rail,
+            // v1 has one queue pair per rail.
+            lanes: match self.config.v1 {
+                Some(_) => 1,
+                None => self.config.options.qps_per_rail,
+            },
             stall: self.config.options.stall,
             rank: 0,
         }
@@ -133,10 +139,11 @@ impl Rail for VerbsRail {
     }
 
     fn begin_probe(&mut self) {
+        // The old attempt has ended; nothing of it may outlive it.
+        self.attempt = None;
         match Attempt::start(self.shared.clone(), self.config.clone()) {
             Ok(attempt) => self.attempt = Some(attempt),
             Err(e) => {
-                self.attempt = None;
                 let why = format!("no descriptor for a rail: {e}");
                 self.shared.push(RailEvent::ProbeFailed(why));
             }

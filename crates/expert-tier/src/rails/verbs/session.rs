@@ -1,5 +1,6 @@
 //! The handshakes of a verbs rail, v2 and v1, up to queue pairs that can READ.
 
+use std::collections::HashMap;
 use std::io::{Read as _, Write as _};
 use std::net::{IpAddr, TcpStream};
 use std::sync::{Arc, Mutex};
@@ -7,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use atlas_rdma::attributes::{Gid, GidType, LinkLayer, Mtu};
 use atlas_rdma::choose::{Endpoint, RailChoice, pair};
-use atlas_rdma::{Path, ReadQueue, RemoteEndpoint, RemoteKey};
+use atlas_rdma::{Path, RdmaError, ReadQueue, RemoteEndpoint, RemoteKey};
 use expert_wire::client::{Outcome, Protocol};
 use expert_wire::frame::FrameKind;
 use expert_wire::message::Role;
@@ -19,6 +20,8 @@ use expert_wire::verbs::{
     GID_INFINIBAND, GID_ROCE_V1, GID_ROCE_V2, LINK_INFINIBAND, OpenRail, QpEndpoint, RailInfo,
     RailOpened, decode_rails,
 };
+
+use xxhash_rust::xxh3::xxh3_64;
 
 use super::attempt::Token;
 use super::local::link_code;
@@ -34,6 +37,9 @@ use crate::sync::lock;
 /// How long the first READ on a new pair of ports may take: a path that carries packets answers in
 /// far less, and several retries of a lost one fit.
 const PROBE_TIME: Duration = Duration::from_secs(1);
+
+/// Fewest work requests of a queue that is worth having.
+const WORK_REQUESTS_MIN: u32 = 64;
 
 /// What the peer's memory is addressed by.
 pub(super) enum Memory {
@@ -54,7 +60,7 @@ pub(super) struct Session {
     pub(super) queues: Vec<ReadQueue<Token>>,
     pub(super) peer_rail: String,
     /// v1: keeps the run's identity while it lives.
-    pub(super) _member: Option<V1Member>,
+    pub(super) member: Option<V1Member>,
 }
 
 /// The connection that the peer's queue pairs live as long as.
@@ -79,6 +85,8 @@ pub(crate) struct V1Run(Mutex<V1RunState>);
 struct V1RunState {
     number: u64,
     members: usize,
+    /// What each rail was told of the peer's regions, as a hash.
+    tables: HashMap<usize, u64>,
 }
 
 /// A connection that keeps the number alive.
@@ -89,16 +97,26 @@ impl V1Run {
         Self(Mutex::new(V1RunState {
             number: rand::random(),
             members: 0,
+            tables: HashMap::new(),
         }))
     }
 
-    fn join(self: &Arc<Self>) -> V1Member {
+    /// *Errors*: another rail still reads from what the peer registered before.
+    fn join(self: &Arc<Self>, tables: &[u64]) -> Result<V1Member, String> {
         let mut state = lock(&self.0);
         if state.members == 0 {
             state.number = rand::random();
+            state.tables.clear();
+        }
+        for (rail, &table) in tables.iter().enumerate() {
+            if *state.tables.entry(rail).or_insert(table) != table {
+                return Err(
+                    "the peer loaded another store; waiting for the other rails to end".into(),
+                );
+            }
         }
         state.members += 1;
-        V1Member(self.clone(), state.number)
+        Ok(V1Member(self.clone(), state.number))
     }
 }
 
@@ -146,24 +164,30 @@ pub(super) fn open(
     }
 }
 
+/// A control connection: on the rail's own path where the peer has an address there, so that the
+/// end of another link does not end this rail; else where the tier was told.
 fn connect_v2(
     config: &VerbsConfig,
     limit: Instant,
     keep: &dyn Fn(&TcpStream) -> Result<(), String>,
 ) -> Result<Connection, String> {
-    let (stream, outcome) = socket::connect(
-        &config.addr,
-        config.client_id,
-        Role::Control,
-        Protocol::V2,
-        limit,
-    )
-    .map_err(|e| e.to_string())?;
-    keep(&stream)?;
-    match outcome {
-        Outcome::V2(welcome) => Ok(Connection::of(stream, welcome)),
-        Outcome::V1(_) => Err("the peer speaks v1, and v2 was asked for".into()),
+    let now = Instant::now();
+    let half = now + limit.saturating_duration_since(now) / 2;
+    let own_path = config.addr_on_rail.as_ref().map(|addr| (addr, half));
+    let mut trouble = String::new();
+    for (addr, limit) in own_path.into_iter().chain([(&config.addr, limit)]) {
+        match socket::connect(addr, config.client_id, Role::Control, Protocol::V2, limit) {
+            Ok((stream, Outcome::V2(welcome))) => {
+                keep(&stream)?;
+                return Ok(Connection::of(stream, welcome));
+            }
+            Ok((_, Outcome::V1(_))) => {
+                return Err("the peer speaks v1, and v2 was asked for".into());
+            }
+            Err(e) => trouble = e.to_string(),
+        }
     }
+    Err(trouble)
 }
 
 fn ask_rails(connection: &mut Connection, limit: Instant) -> Result<Vec<RailInfo>, AskError> {
@@ -249,10 +273,20 @@ fn candidates(
 
 fn queues(config: &VerbsConfig, count: u32) -> Result<Vec<ReadQueue<Token>>, String> {
     let local = config.local();
-    let options = local.queue_options(&config.options);
-    (0..count)
-        .map(|_| ReadQueue::new(local.landing().clone(), options).map_err(|e| e.to_string()))
-        .collect()
+    let mut options = local.queue_options(&config.options);
+    let mut queues = Vec::new();
+    while queues.len() < count as usize {
+        match ReadQueue::new(local.landing().clone(), options) {
+            Ok(queue) => queues.push(queue),
+            // A device's limits do not say how many requests it takes with so many parts each.
+            Err(RdmaError::Create { .. }) if options.work_requests_max > WORK_REQUESTS_MIN => {
+                options.work_requests_max /= 2;
+                options.posts_max = options.posts_max.min(options.work_requests_max);
+            }
+            Err(e) => return Err(e.to_string()),
+        }
+    }
+    Ok(queues)
 }
 
 fn gid_code(kind: GidType) -> u8 {
@@ -333,7 +367,15 @@ fn open_pair(
     }
     let table = RegionTable::new(opened.regions);
     if let Some(region) = table.first() {
-        probe(&queues, region.addr, region.rkey, limit)?;
+        probe(&queues, region.addr, region.rkey, limit).map_err(|why| {
+            format!(
+                "{why} (from GID {} at index {}, {}, to GID {})",
+                own.gid.entry.gid,
+                own.gid.entry.index,
+                own.gid.entry.kind,
+                Gid(opened.gid)
+            )
+        })?;
     }
     Ok(Session {
         content: ContentTag::of(&welcome),
@@ -341,7 +383,7 @@ fn open_pair(
         memory: Memory::Regions(table),
         queues,
         peer_rail: remote.name.clone(),
-        _member: None,
+        member: None,
     })
 }
 
@@ -420,7 +462,9 @@ fn open_v1(
             .handle(&bytes, rails, manifest.num_moe_layers)
             .map_err(|e| e.to_string())?;
     }
-    let V1Rail { endpoint, layers } = reader.finish().pop().ok_or("no rail came")?;
+    let mut rails = reader.finish();
+    let tables: Vec<u64> = rails.iter().map(table_hash).collect();
+    let V1Rail { endpoint, layers } = rails.pop().ok_or("no rail came")?;
     let ends: Vec<V1Endpoint> = (0..config.index)
         .map(|i| V1Endpoint {
             qpn: queue.local().qpn,
@@ -458,7 +502,7 @@ fn open_v1(
     queue.connect(&path).map_err(|e| e.to_string())?;
     let first = layers.first().ok_or("no layer came")?;
     probe(&queues, first.base, first.rkey, limit)?;
-    let member = run.join();
+    let member = run.join(&tables)?;
     Ok(Session {
         content: v1_tag(&manifest, member.1),
         control: ControlStream::V1(stream),
@@ -468,8 +512,19 @@ fn open_v1(
         },
         queues,
         peer_rail: format!("rail {}", config.index),
-        _member: Some(member),
+        member: Some(member),
     })
+}
+
+/// What a rail's regions are, in one number.
+fn table_hash(rail: &V1Rail) -> u64 {
+    let bytes: Vec<u8> = rail
+        .layers
+        .iter()
+        .flat_map(|l| [l.base.to_le_bytes(), u64::from(l.rkey).to_le_bytes()])
+        .flatten()
+        .collect();
+    xxh3_64(&bytes)
 }
 
 fn local_reads(config: &VerbsConfig) -> u8 {
