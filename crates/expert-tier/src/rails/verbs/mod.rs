@@ -72,6 +72,11 @@ pub(crate) struct VerbsRail {
     name: String,
     shared: Arc<RailShared>,
     attempt: Option<Arc<Attempt>>,
+    /// How long a lane may stand still: grows like the engine's, so that a slow path is not torn
+    /// down for ever.
+    lane_stall: Duration,
+    /// Bytes landed when a lane stood still last.
+    landed_at_stall: u64,
     config: VerbsConfig,
 }
 
@@ -81,6 +86,8 @@ impl VerbsRail {
             name: format!("verbs:{}", config.local().name()),
             shared: Arc::new(RailShared::new(notifier)),
             attempt: None,
+            lane_stall: config.options.stall,
+            landed_at_stall: 0,
             config,
         }
     }
@@ -127,7 +134,13 @@ impl Rail for VerbsRail {
         self.shared.take_events(sink);
         if let Some(attempt) = &self.attempt {
             attempt.post_backlog();
-            if let Some(why) = attempt.stalled_lane(self.config.options.stall) {
+            let landed = self.shared.landed_bytes();
+            if landed > self.landed_at_stall {
+                self.lane_stall = self.config.options.stall;
+            }
+            if let Some(why) = attempt.stalled_lane(self.lane_stall) {
+                self.lane_stall = (self.lane_stall * 2).min(self.config.options.stall * 8);
+                self.landed_at_stall = landed;
                 sink.push(RailEvent::Stalled(why));
             }
         }
