@@ -4,7 +4,8 @@
 /// `<module>::<behaviour>`. Attributes before the list go to each test.
 ///
 /// The behaviours are the same for all backends; what only a connection of ours has (streams, the peer's count of
-/// payload bytes) is in a list of its own, after `and`.
+/// payload bytes) is in a list of its own, after `and`. A backend that need not show all of it names what it does show
+/// after `only`.
 #[macro_export]
 macro_rules! contract_tests {
     ($(#[$attr:meta])* for $($name:ident = $backend:expr),+ $(,)?) => {
@@ -56,6 +57,13 @@ macro_rules! contract_tests {
             content_other_than_expected_is_refused,
             deadline_in_proportion_to_bytes_is_enough_for_a_large_batch,
             $($more,)*
+        ] $($name = $backend),+);
+    };
+    ($(#[$attr:meta])* only [$($test:ident),+ $(,)?] for $($name:ident = $backend:expr),+ $(,)?) => {
+        $crate::contract_tests!(@all [
+            $(#[$attr])*
+        ] [
+            $($test,)+
         ] $($name = $backend),+);
     };
     (@all $attrs:tt $tests:tt $($name:ident = $backend:expr),+) => {

@@ -18,6 +18,8 @@ use crate::binary::{self, Output};
 pub struct PeerProcess {
     /// Where it listens.
     pub addr: SocketAddr,
+    /// What it said when it was ready.
+    pub ready: serde_json::Value,
     child: Child,
     stderr: Option<JoinHandle<String>>,
 }
@@ -58,6 +60,7 @@ impl PeerProcess {
         let unstarted = "0.0.0.0:0".parse().expect("an address");
         let mut peer = Self {
             addr: unstarted,
+            ready: serde_json::Value::Null,
             child,
             stderr: Some(stderr),
         };
@@ -68,6 +71,7 @@ impl PeerProcess {
         let ready: serde_json::Value = serde_json::from_str(&line).expect("a line of JSON");
         let listening = ready["listening"].as_str().expect("an address");
         peer.addr = listening.parse().expect("an address");
+        peer.ready = ready;
         Ok(peer)
     }
 
