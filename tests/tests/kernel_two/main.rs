@@ -1,4 +1,12 @@
 //! Tests between two guests: they run in the client's, and drive the peer's through its agent.
 //! `make kernel-test` runs them.
 
+mod churn;
+mod faults;
+mod peer;
+mod reload;
+mod scaling;
 mod smoke;
+mod takeover;
+mod timeouts;
+mod wire;
