@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
 use std::net::SocketAddr;
 use std::path::Path;
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -34,10 +34,20 @@ impl PeerProcess {
 
     /// Serves a store on an address; what the process said where it ended instead.
     pub fn start_on(listen: &str, store: &Path, flags: &[&str]) -> Result<Self, Output> {
+        Self::spawn(&mut Self::command(listen, store, flags))
+    }
+
+    /// The command that [`start_on`](Self::start_on) runs, for another environment.
+    pub fn command(listen: &str, store: &Path, flags: &[&str]) -> Command {
         let mut args: Vec<&dyn AsRef<OsStr>> =
             vec![&"--store", &store, &"--listen", &listen, &"--json", &"-q"];
         args.extend(flags.iter().map(|f| f as &dyn AsRef<OsStr>));
-        let mut child = binary::command("atlas-expert-peer", &args)
+        binary::command("atlas-expert-peer", &args)
+    }
+
+    /// Runs such a command; what the process said where it ended instead.
+    pub fn spawn(command: &mut Command) -> Result<Self, Output> {
+        let mut child = command
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
