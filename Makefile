@@ -9,12 +9,12 @@ CARGO ?= cargo
 LOCKED ?= --locked
 # Size of the demo's checkpoint in megabytes.
 DEMO_MB ?= 1050
-SCRIPTS := scripts/bootstrap scripts/demo scripts/kernels .ci/run \
+SCRIPTS := scripts/bootstrap scripts/demo scripts/kernels scripts/fuzz-smoke scripts/sanitize .ci/run \
     $(addprefix tests/kernel/,boot counters initramfs net on-peer run)
 
 export DEMO_MB LOCKED
 
-.PHONY: help demo test check fmt-check clippy doc deny scripts-check bench kernel-test fuzz-smoke fixtures clean bootstrap
+.PHONY: help demo test check fmt-check clippy doc deny scripts-check bench kernel-test fuzz-smoke sanitize fixtures clean bootstrap
 
 help:
 	@echo "make demo         build, synthesise a checkpoint, serve it, fetch it, prove every byte (DEMO_MB=$(DEMO_MB))"
@@ -23,7 +23,8 @@ help:
 	@echo "make bench        speed, as ratios to well-known tools on this machine"
 	@echo "make fixtures     generate the test checkpoints"
 	@echo "make kernel-test  real verbs on soft-RoCE, in guest kernels 6.1 and 6.12 (KERNEL_TEST='--rig one' and the like)"
-	@echo "make fuzz-smoke   a short run of every fuzz target"
+	@echo "make fuzz-smoke   a short run of every fuzz target (nightly toolchain)"
+	@echo "make sanitize     arena and engine under the address and thread sanitizers (nightly toolchain)"
 	@echo "make clean        remove everything that was built"
 
 bootstrap:
@@ -74,7 +75,10 @@ kernel-test:
 	@scripts/kernel-test $(KERNEL_TEST)
 
 fuzz-smoke:
-	$(call from_script,fuzz-smoke,fuzz targets of readers and protocol)
+	@scripts/fuzz-smoke
+
+sanitize:
+	@scripts/sanitize
 
 fixtures: bootstrap
 	$(call from_script,fixtures,test checkpoints written by other tools)

@@ -15,12 +15,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 #[test]
 fn mapped_arena_is_present_aligned_and_usable_to_its_last_byte() {
-    let arena = Arc::new(ExpertArena::new(2, 3, 100_000).unwrap());
+    let record_bytes: usize = if cfg!(miri) { 5_000 } else { 100_000 };
+    let arena = Arc::new(ExpertArena::new(2, 3, record_bytes).unwrap());
     assert_eq!(
         (arena.num_slabs(), arena.slots(1), arena.slots(2)),
         (2, 3, 0)
     );
-    let slot_bytes = 100_000_usize.next_multiple_of(SLOT_ALIGN_BYTES);
+    let slot_bytes = record_bytes.next_multiple_of(SLOT_ALIGN_BYTES);
     assert_eq!((arena.slot_bytes(0), arena.slot_bytes(2)), (slot_bytes, 0));
     assert_eq!(arena.total_bytes(), 6 * slot_bytes);
     assert_eq!(arena.base_ptr().addr() % SLOT_ALIGN_BYTES, 0);
@@ -64,6 +65,10 @@ fn report_says_what_the_arena_got() {
 }
 
 #[test]
+#[cfg_attr(
+    miri,
+    ignore = "asks the system, which a heap block under Miri does not"
+)]
 fn best_effort_locking_is_reported_either_way() {
     let arena = ArenaBuilder::new().slab(1, 4096).build().unwrap();
     match &arena.report().lock {
@@ -74,6 +79,10 @@ fn best_effort_locking_is_reported_either_way() {
 }
 
 #[test]
+#[cfg_attr(
+    miri,
+    ignore = "asks the system, which a heap block under Miri does not"
+)]
 fn arena_that_would_eat_the_reserve_is_refused_with_the_numbers() {
     let builder = ArenaBuilder::new()
         .slab(1, 4096)
@@ -97,6 +106,10 @@ fn fake_root(files: &[(&str, &str)]) -> tempfile::TempDir {
 }
 
 #[test]
+#[cfg_attr(
+    miri,
+    ignore = "asks the system, which a heap block under Miri does not"
+)]
 fn default_reserve_refuses_what_would_freeze_a_machine_with_unified_memory() {
     let meminfo = "MemTotal: 128000000 kB\nMemAvailable: 120000000 kB\n";
     let root = fake_root(&[("proc/meminfo", meminfo)]);
@@ -111,6 +124,10 @@ fn default_reserve_refuses_what_would_freeze_a_machine_with_unified_memory() {
 }
 
 #[test]
+#[cfg_attr(
+    miri,
+    ignore = "asks the system, which a heap block under Miri does not"
+)]
 fn required_huge_pages_that_are_missing_are_an_error_with_the_pools() {
     let root = fake_root(&[(
         "sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages",
@@ -131,6 +148,10 @@ fn required_huge_pages_that_are_missing_are_an_error_with_the_pools() {
 }
 
 #[test]
+#[cfg_attr(
+    miri,
+    ignore = "asks the system, which a heap block under Miri does not"
+)]
 fn huge_pages_that_vanish_between_look_and_take_fall_back_to_plain_ones() {
     // The pool says it has pages; the size is one that no machine has.
     let root = fake_root(&[
@@ -192,6 +213,10 @@ fn arena_bound_to_a_node_that_exists_is_reported_there() {
 }
 
 #[test]
+#[cfg_attr(
+    miri,
+    ignore = "asks the system, which a heap block under Miri does not"
+)]
 fn numa_node_that_does_not_exist_is_refused_with_the_nodes_online() {
     for node in [1000, 5000] {
         let builder = ArenaBuilder::new().slab(1, 4096).numa_node(node);
@@ -205,6 +230,10 @@ fn numa_node_that_does_not_exist_is_refused_with_the_nodes_online() {
 }
 
 #[test]
+#[cfg_attr(
+    miri,
+    ignore = "asks the system, which a heap block under Miri does not"
+)]
 fn numa_node_without_enough_memory_is_refused_before_the_kernel_kills() {
     let root = fake_root(&[
         (
@@ -288,6 +317,10 @@ fn leaked_range_leaks_the_memory_when_the_arena_is_dropped() {
 }
 
 #[test]
+#[cfg_attr(
+    miri,
+    ignore = "asks the system, which a heap block under Miri does not"
+)]
 fn leaked_range_leaves_our_own_mapping_mapped() {
     let builder = ArenaBuilder::new().slab(1, 1 << 20);
     let builder = builder.huge_pages(HugePages::Never).lock(Lock::Never);
@@ -399,6 +432,10 @@ fn low_limit_bytes() -> u64 {
 const CHILD: &str = "EXPERT_ARENA_TEST_LOCK_CHILD";
 
 #[test]
+#[cfg_attr(
+    miri,
+    ignore = "asks the system, which a heap block under Miri does not"
+)]
 fn required_lock_above_the_limit_is_an_error_with_limit_need_and_remedies() {
     if std::env::var_os(CHILD).is_some() {
         lock_with_a_low_limit();

@@ -22,6 +22,7 @@ fn contents(range: &expert_arena::LandingRange) -> Vec<u8> {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "Miri has no socket pairs")]
 fn recv_writes_at_the_place_and_no_more_than_asked() {
     let (mut there, here) = UnixStream::pair().unwrap();
     there.write_all(b"0123456789").unwrap();
@@ -39,6 +40,7 @@ fn recv_writes_at_the_place_and_no_more_than_asked() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "Miri has no socket pairs")]
 fn recv_says_would_block_and_end_of_stream() {
     let (there, here) = UnixStream::pair().unwrap();
     let mut landing = landing();
@@ -52,6 +54,7 @@ fn recv_says_would_block_and_end_of_stream() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "Miri has no socket pairs")]
 fn recv_with_wait_all_waits_for_the_last_byte() {
     let (mut there, here) = UnixStream::pair().unwrap();
     let mut landing = landing();
@@ -68,6 +71,7 @@ fn recv_with_wait_all_waits_for_the_last_byte() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "Miri has no socket pairs")]
 fn vectored_receive_puts_the_surplus_into_the_tail() {
     let (mut there, here) = UnixStream::pair().unwrap();
     there.write_all(b"payloadHEADER").unwrap();
@@ -84,6 +88,7 @@ fn vectored_receive_puts_the_surplus_into_the_tail() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "Miri has no socket pairs")]
 fn vectored_receive_leaves_the_tail_alone_until_the_range_is_full() {
     let (mut there, here) = UnixStream::pair().unwrap();
     there.write_all(b"pay").unwrap();
@@ -117,6 +122,7 @@ fn pread_reads_from_the_offset_and_stops_at_the_end_of_the_file() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "Miri has no socket pairs")]
 fn part_outside_the_range_is_refused_before_anything_is_received() {
     let (mut there, here) = UnixStream::pair().unwrap();
     there.write_all(b"0123456789").unwrap();

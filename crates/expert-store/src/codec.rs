@@ -471,6 +471,36 @@ mod tests {
     }
 
     #[test]
+    fn header_that_overflows_the_stride_is_refused() {
+        let layer = |header_bytes| {
+            let leaf = leaf(Role::Gate, "weight", "U8", &[64], Stacking::PerExpert);
+            let packed = Records::Packed {
+                file: 0,
+                stride: 4096,
+                header_bytes,
+            };
+            let class = Class::layout(vec![leaf])?;
+            Layer::new(
+                0,
+                0,
+                1,
+                0,
+                vec![class],
+                vec![0],
+                vec![],
+                packed,
+                None,
+                vec![],
+            )
+        };
+        assert!(layer(256).is_ok());
+        for header_bytes in [4096, u64::MAX] {
+            let why = layer(header_bytes).unwrap_err();
+            assert!(why.contains(&header_bytes.to_string()), "{why}");
+        }
+    }
+
+    #[test]
     fn segments_cover_the_leaves_and_merge_where_both_sides_touch() {
         let class = Class::layout(vec![
             leaf(Role::Gate, "weight", "U8", &[512], Stacking::PerExpert),

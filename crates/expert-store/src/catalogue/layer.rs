@@ -146,12 +146,13 @@ impl Layer {
                 .map(|c| c.image_bytes)
                 .max()
                 .unwrap_or(0);
+            let need = widest.checked_add(*header_bytes);
             if *stride % 4096 != 0
-                || *stride < widest + header_bytes
+                || need.is_none_or(|need| *stride < need)
                 || *stride > 2 * IMAGE_MAX_BYTES
             {
                 return Err(format!(
-                    "record stride {stride} for images of up to {widest} bytes (needs a multiple of 4096)"
+                    "record stride {stride} for images of up to {widest} bytes after a header of {header_bytes} (needs a multiple of 4096)"
                 ));
             }
         }

@@ -215,21 +215,23 @@ pub(crate) fn open(
         )),
         Err(why) => warnings.push(why),
     }
-    let mut catalogue = catalogue(&m).map_err(bad)?;
+    let layer_count = m.moe_layer_to_model_layer.len();
     // Readers open them once more.
-    make_room(dir, 2 * catalogue.layers.len())?;
+    make_room(dir, 2 * layer_count)?;
     let mut files = Vec::new();
     let mut names = Vec::new();
-    for layer in &catalogue.layers {
-        let name = file_name(&m.file_template, layer.layer).map_err(bad)?;
+    for layer in 0..layer_count as u32 {
+        let name = file_name(&m.file_template, layer).map_err(bad)?;
         let bytes = u64::from(m.num_experts) * m.record_stride;
         files.push(open_exact(
             dir.join(&name),
             bytes,
-            &format!("layer {}", layer.layer),
+            &format!("layer {layer}"),
         )?);
         names.push(name);
     }
+    // After the files: a manifest of 20 kB can claim a catalogue of 1 GB, its files have to be there.
+    let mut catalogue = catalogue(&m).map_err(bad)?;
     let records = catalogue.record_count();
     let reader = Reader::open(&files)?;
     for (layer, file) in catalogue.layers.iter().zip(&files) {
