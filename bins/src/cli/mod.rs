@@ -9,6 +9,7 @@ use expert_tier::TierError;
 
 pub mod args;
 pub mod bar;
+pub mod bench;
 pub mod extract;
 pub mod fetch;
 pub mod index;
@@ -46,6 +47,7 @@ enum Command {
     Fetch(fetch::Args),
     Synth(synth::Args),
     Sim(sim::Args),
+    Bench(bench::Args),
 }
 
 /// An error of the person at the keyboard: exit code 2.
@@ -87,6 +89,7 @@ pub fn main() -> ExitCode {
         Command::Fetch(args) => fetch::run(&args),
         Command::Synth(args) => synth::run(&args),
         Command::Sim(args) => sim::run(&args),
+        Command::Bench(args) => bench::run(&args),
     };
     match result {
         Ok(code) => code,

@@ -38,7 +38,7 @@ pub struct RailNumbers {
     pub busy: Duration,
     /// Time without any, or down, while READs waited.
     pub idle: Duration,
-    /// Processor time of its own threads.
+    /// Time that its own threads ran or waited for a processor.
     pub cpu: Duration,
     /// Fastest that it was seen, 0 where nothing is known.
     pub best_bytes_per_s: u64,
@@ -81,7 +81,7 @@ pub struct RequestNumbers {
     pub reads: u64,
     /// Those that the peer refused, or could not serve at that moment.
     pub refused_reads: u64,
-    /// Processor time of the driver's thread.
+    /// Time that the driver's thread ran or waited for a processor.
     pub driver_cpu: Duration,
     /// Processors of the machine.
     pub cpus: u32,
@@ -136,7 +136,7 @@ pub enum Limit {
     MemoryBandwidth {
         /// Bytes that one second of processor time moved or hashed.
         bytes_per_cpu_s: u64,
-        /// Processor time.
+        /// Time that threads ran or waited for a processor.
         cpu: Duration,
         /// Of which time.
         total: Duration,
@@ -152,7 +152,7 @@ pub enum Limit {
     },
     /// Everything else that our threads do.
     SoftwareClientCpu {
-        /// Processor time.
+        /// Time that threads ran or waited for a processor.
         cpu: Duration,
         /// Of which time.
         total: Duration,
@@ -242,7 +242,7 @@ impl fmt::Display for Limit {
                 total,
             } => write!(
                 f,
-                "memory bandwidth: {cpu:.1?} of processor time in {total:.1?}, each second of it moved {:.1} MB",
+                "memory bandwidth: threads ran or waited for a processor for {cpu:.1?} in {total:.1?}, each second of it moved {:.1} MB",
                 mb(*bytes_per_cpu_s)
             ),
             Self::SoftwareVerification {
@@ -256,7 +256,7 @@ impl fmt::Display for Limit {
             ),
             Self::SoftwareClientCpu { cpu, total, reads } => write!(
                 f,
-                "software, client CPU: {cpu:.1?} of processor time in {total:.1?} for {reads} READs"
+                "software, client CPU: threads ran or waited for a processor for {cpu:.1?} in {total:.1?}, {reads} READs"
             ),
             Self::Backpressure { queued, total } => write!(
                 f,

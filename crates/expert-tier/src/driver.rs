@@ -12,11 +12,16 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::config::EngineConfig;
+use crate::cpu::WorkClock;
 use crate::engine::{Action, Engine, Finished, Handle, Order, Refused, until};
 use crate::notify::Notifier;
 use crate::rail::{ContentTag, Rail, RailEvent, RailId};
 use crate::stats::TierStats;
 use crate::sync::lock;
+
+/// Processor times are read no more often than this: often enough for a label, far too seldom to be
+/// seen in what they tell.
+const CPU_SAMPLE: Duration = Duration::from_micros(500);
 
 /// How long dropping a driver may take before it leaves the thread behind.
 const SHUTDOWN_MAX: Duration = Duration::from_secs(5);
@@ -194,6 +199,8 @@ impl Driver {
                 let control = control.clone();
                 move || {
                     let mut run = Run {
+                        cpu: WorkClock::of_this_thread(),
+                        cpu_noted: None,
                         engine,
                         rails,
                         control,
@@ -310,6 +317,9 @@ impl Drop for Driver {
 }
 
 struct Run {
+    cpu: WorkClock,
+    /// When processor times were read last.
+    cpu_noted: Option<Instant>,
     engine: Engine,
     /// Dropped before the tickets' memory: rails give it back.
     rails: Vec<Box<dyn Rail>>,
@@ -323,8 +333,11 @@ struct Run {
 
 impl Run {
     fn run(&mut self) {
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        self.engine.set_machine(cpus as u32, Instant::now);
         loop {
             let now = Instant::now();
+            self.note_cpu(now);
             if self.take_commands(now) {
                 break;
             }
@@ -356,6 +369,15 @@ impl Run {
             self.control.notifier.wait(timeout);
         }
         self.stop();
+    }
+
+    fn note_cpu(&mut self, now: Instant) {
+        if self.cpu_noted.is_some_and(|at| now - at < CPU_SAMPLE) {
+            return;
+        }
+        self.cpu_noted = Some(now);
+        let (engine, rails) = (&mut self.engine, &self.rails);
+        engine.note_cpu(self.cpu.time(), |rail| rails[rail.0].cpu_time());
     }
 
     /// Takes what callers want; true when it is the end.

@@ -19,6 +19,7 @@ pub mod attribution;
 pub mod config;
 mod control;
 mod core;
+mod cpu;
 mod driver;
 pub mod engine;
 pub mod env;

@@ -246,6 +246,10 @@ pub trait Rail: Send {
     fn poll(&mut self, sink: &mut Vec<RailEvent>);
     /// Bytes that arrived so far, partial READs included: the stall detector's evidence.
     fn progress_bytes(&self) -> u64;
+    /// Time that its own threads ran or waited for a processor so far; 0 where it has none, or does not know.
+    fn cpu_time(&self) -> Duration {
+        Duration::ZERO
+    }
     /// Starts to connect, or to rebuild what is broken; answers by `Ready` or `ProbeFailed`.
     /// Called only when quiesced.
     fn begin_probe(&mut self);

@@ -100,7 +100,8 @@ impl Engine {
         self.machine.clock = Some(clock);
     }
 
-    /// Processor time used so far, by the thread that drives the engine and by each rail's own.
+    /// Time that threads ran or waited for a processor so far: the one that drives the engine, and
+    /// each rail's own.
     pub fn note_cpu(&mut self, driver: Duration, rails: impl Fn(RailId) -> Duration) {
         self.machine.driver_cpu = driver;
         for (i, book) in self.rails.iter_mut().enumerate() {

@@ -108,23 +108,33 @@ impl Engine {
             return Some(read);
         }
         let serves = self.rails[rail].content;
-        let may_take = |book: &RailBook| match self.config.policy {
+        let policy = self.config.policy;
+        let rank = self.rails[rail].capabilities.rank;
+        let may_take = |book: &RailBook| match policy {
             Policy::HomeSteal | Policy::Split => true,
             // Nobody else's work, unless its home cannot do it: it is down, or it serves other
             // content than this rail (which takes nothing but its own).
             Policy::ExpertMod => {
                 let serves_other = book.content.is_some() && book.content != serves;
-                serves_other || (!book.is_up() && book.state != RailState::Probing)
+                // One that was preferred and is down waits for nobody: this rail is there for that.
+                let is_gone = book.capabilities.rank < rank || book.state != RailState::Probing;
+                serves_other || (!book.is_up() && is_gone)
             }
         };
-        // The longest queue first: it is the one that would end last.
-        let mut donors: Vec<usize> = (0..self.rails.len())
-            .filter(|&d| d != rail && !self.rails[d].queue.is_empty() && may_take(&self.rails[d]))
-            .collect();
-        donors.sort_by_key(|&d| std::cmp::Reverse(self.rails[d].queue.len()));
-        donors
-            .into_iter()
-            .find_map(|donor| self.pick_from(now, rail, donor, room))
+        // The longest queue first: it is the one that would end last. Of equals the first.
+        let mut asked: u64 = 1 << rail;
+        loop {
+            let waits = |d: &usize| {
+                let book = &self.rails[*d];
+                asked & (1 << d) == 0 && !book.queue.is_empty() && may_take(book)
+            };
+            let donors = (0..self.rails.len()).filter(waits).rev();
+            let donor = donors.max_by_key(|&d| self.rails[d].queue.len())?;
+            asked |= 1 << donor;
+            if let Some(read) = self.pick_from(now, rail, donor, room) {
+                return Some(read);
+            }
+        }
     }
 
     /// The next READ of the first record in `donor`'s queue that `rail` can serve.

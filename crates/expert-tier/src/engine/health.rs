@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::account::RailTime;
 use super::later;
+use super::pace::Pace;
 use super::share::Load;
 use super::table::Handle;
 use crate::config::EngineConfig;
@@ -46,6 +47,9 @@ impl RailState {
     }
 }
 
+/// The stall time grows to so many times what the rail asks for.
+const STALL_PATIENCE_MAX: u32 = 8;
+
 /// One rail in the engine's books.
 #[derive(Debug)]
 pub(super) struct RailBook {
@@ -59,6 +63,9 @@ pub(super) struct RailBook {
     pub(super) outstanding_reads: u64,
     /// Records whose home this is and that have bytes not yet posted.
     pub(super) queue: VecDeque<Handle>,
+    /// Grows with each stall that followed another without a READ between them: a path that is slow,
+    /// and not dead, must not be torn down for ever.
+    stall_patience: u32,
     /// Last sign of life, for the stall detector.
     progress: u64,
     progress_at: Instant,
@@ -76,52 +83,6 @@ pub(super) struct RailBook {
     pub(super) latency: Histogram,
     pace: Pace,
     pub(super) time: RailTime,
-}
-
-/// How fast a rail carries bytes while it has any to carry.
-#[derive(Debug, Default)]
-struct Pace {
-    bytes_per_s: Option<f64>,
-    /// The fastest that it was.
-    best_bytes_per_s: f64,
-    /// When it last got something to carry, or carried something.
-    since: Option<Instant>,
-    /// What landed since the last sample, and in how much time with something to carry.
-    bytes: u64,
-    busy: Duration,
-}
-
-impl Pace {
-    /// Shorter measurements say more of the driver's turns than of the rail.
-    const SAMPLE_MIN: Duration = Duration::from_millis(5);
-    /// What a rail carries in this time is posted on it at once. Long against a round trip (so that
-    /// it never runs dry), short against a request (so that others can help).
-    const HORIZON_S: f64 = 0.020;
-
-    fn posted(&mut self, was_idle: bool, now: Instant) {
-        if was_idle {
-            self.since = Some(now);
-        }
-    }
-
-    fn landed(&mut self, bytes: u64, now: Instant) {
-        let since = self.since.replace(now).unwrap_or(now);
-        self.bytes += bytes;
-        self.busy += now.saturating_duration_since(since);
-        if self.busy < Self::SAMPLE_MIN {
-            return;
-        }
-        let sample = self.bytes as f64 / self.busy.as_secs_f64();
-        // The larger half of the weight is the past's: one late completion is no new rate.
-        let rate = match self.bytes_per_s {
-            Some(before) => 0.6 * before + 0.4 * sample,
-            None => sample,
-        };
-        self.bytes_per_s = Some(rate);
-        self.best_bytes_per_s = self.best_bytes_per_s.max(rate);
-        self.bytes = 0;
-        self.busy = Duration::ZERO;
-    }
 }
 
 impl RailBook {
@@ -144,6 +105,7 @@ impl RailBook {
             queue: VecDeque::new(),
             progress: 0,
             progress_at: now,
+            stall_patience: 1,
             backoff: config.backoff_first,
             trouble: "not connected yet".into(),
             last_down: String::new(),
@@ -171,23 +133,25 @@ impl RailBook {
             return most;
         }
         let read_bytes = config.posted_bytes(self.capabilities.read_max_bytes);
-        match self.pace.bytes_per_s {
-            Some(rate) => most.min(((rate * Pace::HORIZON_S) as u64).max(2 * read_bytes)),
+        match self.pace.horizon_bytes() {
+            Some(bytes) => most.min(bytes.max(2 * read_bytes)),
             None => most.min(4 * read_bytes),
         }
     }
 
     /// As a place to put more work; `None` while its rate is not known.
     pub(super) fn load(&self, now: Instant) -> Option<Load> {
-        let rate = self.pace.bytes_per_s.filter(|rate| *rate > 0.0)?;
+        let rate = self.pace.rate(now, self.outstanding_reads == 0)?;
         Some(self.load_at(rate, now))
     }
 
     /// The same at a rate that is assumed.
     pub(super) fn load_at(&self, bytes_per_s: f64, now: Instant) -> Load {
         let posted_s = self.outstanding_bytes as f64 / bytes_per_s;
-        let since = self.pace.since.filter(|_| self.outstanding_reads > 0);
-        let waited = since.map_or(Duration::ZERO, |t| now.saturating_duration_since(t));
+        let waited = match self.outstanding_reads {
+            0 => Duration::ZERO,
+            _ => self.pace.quiet_for(now),
+        };
         Load {
             bytes_per_s,
             // One that is late by some time is expected to be so by as much again.
@@ -196,7 +160,7 @@ impl RailBook {
     }
 
     pub(super) fn best_bytes_per_s(&self) -> u64 {
-        self.pace.best_bytes_per_s as u64
+        self.pace.best_sustained_bytes_per_s()
     }
 
     /// Changes with state and content.
@@ -282,6 +246,7 @@ impl RailBook {
         self.bytes += bytes;
         self.reads += 1;
         self.latency.record(latency);
+        self.stall_patience = 1;
         self.backoff = config.backoff_first;
     }
 
@@ -291,13 +256,24 @@ impl RailBook {
             self.progress = progress;
             self.progress_at = now;
         }
-        self.is_up() && now.duration_since(self.progress_at) >= self.capabilities.stall
+        self.is_up() && now.duration_since(self.progress_at) >= self.stall_time()
+    }
+
+    /// How long no byte may come while READs are posted.
+    fn stall_time(&self) -> Duration {
+        self.capabilities.stall.saturating_mul(self.stall_patience)
+    }
+
+    /// Notes that it stood still.
+    pub(super) fn stalled(&mut self) {
+        self.errors.stalls += 1;
+        self.stall_patience = (self.stall_patience * 2).min(STALL_PATIENCE_MAX);
     }
 
     /// When the stall detector has to look again.
     pub(super) fn stall_at(&self) -> Option<Instant> {
         (self.is_up() && self.outstanding_reads > 0)
-            .then(|| later(self.progress_at, self.capabilities.stall))
+            .then(|| later(self.progress_at, self.stall_time()))
     }
 
     pub(super) fn stats(&self) -> RailStats {

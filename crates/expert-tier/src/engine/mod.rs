@@ -24,6 +24,7 @@ mod assign;
 mod complete;
 mod guards;
 pub mod health;
+mod pace;
 mod request;
 mod share;
 mod table;
@@ -507,7 +508,7 @@ impl Engine {
 
     fn take_down_stalled(&mut self, now: Instant, rail: RailId, why: String) {
         if self.take_down(now, rail, why) {
-            self.rails[rail.0].errors.stalls += 1;
+            self.rails[rail.0].stalled();
         }
     }
 

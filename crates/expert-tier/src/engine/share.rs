@@ -28,7 +28,7 @@ pub(super) fn end_s(own: Load, bytes: u64) -> f64 {
 /// cut into READs of `read_bytes`, before this rail would be done with the one.
 ///
 /// The rail that would be done first always may, as long as all are asked with the same
-/// `read_bytes` and none with more `bytes` than that: somebody takes what waits.
+/// `read_bytes` and none with more `bytes` than that or than wait: somebody takes what waits.
 pub(super) fn may_take(
     own: Load,
     bytes: u64,
@@ -37,10 +37,17 @@ pub(super) fn may_take(
     backlog_bytes: u64,
 ) -> bool {
     let end_s = own.end_s(bytes as f64);
-    let waiting = backlog_bytes.div_ceil(read_bytes.max(1)).max(1) as f64;
+    // What waits may be less than a READ.
+    let read_bytes = read_bytes.min(backlog_bytes).max(1);
+    // A short rest beside whole READs can be taken by this rail, and it is done with it earlier.
+    let waiting = match bytes < read_bytes {
+        true => backlog_bytes.div_ceil(read_bytes),
+        false => backlog_bytes / read_bytes,
+    };
+    let waiting = waiting.max(1) as f64;
     let mut done = 0.0;
     for other in others {
-        let reads = (end_s - other.busy_s) * other.bytes_per_s / read_bytes.max(1) as f64;
+        let reads = (end_s - other.busy_s) * other.bytes_per_s / read_bytes as f64;
         // Strictly before: of two that would be done at once, each may. The tolerance is that of
         // the arithmetic.
         done += ((reads - 1e-6).ceil() - 1.0).max(0.0);
@@ -152,7 +159,7 @@ mod tests {
             backlog in 1u64..100_000,
         ) {
             let taken = (0..loads.len()).any(|i| {
-                may_take(loads[i], sizes[i], others(&loads, i), 1000, backlog)
+                may_take(loads[i], sizes[i].min(backlog), others(&loads, i), 1000, backlog)
             });
             prop_assert!(taken);
         }

@@ -1,5 +1,6 @@
 //! The engine under a hand-driven clock and rails that do exactly what the test says.
 
+mod labels;
 mod walk;
 
 use std::collections::BTreeMap;
