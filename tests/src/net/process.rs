@@ -7,12 +7,15 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::SLACK;
 use crate::binary::{self, Output};
+
+/// Longest time until a peer listens: it may have half a gigabyte to read and to register on an emulated machine.
+const READY: Duration = Duration::from_secs(90);
 
 /// See the module. Killed when it is dropped.
 pub struct PeerProcess {
@@ -27,7 +30,7 @@ pub struct PeerProcess {
 impl PeerProcess {
     /// Serves a store on a port that the system chooses.
     ///
-    /// Panics where the peer is not ready within [`SLACK`].
+    /// Panics where the peer is not ready within a minute and a half.
     pub fn start(store: &Path, flags: &[&str]) -> Self {
         Self::start_on("127.0.0.1:0", store, flags).unwrap_or_else(|output| panic!("{output:?}"))
     }
@@ -74,7 +77,7 @@ impl PeerProcess {
             child,
             stderr: Some(stderr),
         };
-        let line = line.recv_timeout(SLACK).expect("a peer that is ready");
+        let line = line.recv_timeout(READY).expect("a peer that is ready");
         if line.is_empty() {
             return Err(peer.wait());
         }
@@ -104,7 +107,7 @@ impl PeerProcess {
                 break status;
             }
             assert!(Instant::now() < limit, "the peer does not end");
-            std::thread::sleep(std::time::Duration::from_millis(5));
+            std::thread::sleep(Duration::from_millis(5));
         };
         let stderr = self.stderr.take().expect("taken once");
         Output {

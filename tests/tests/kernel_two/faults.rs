@@ -8,13 +8,14 @@ use atlas_expert_tests::guest::{self, Signal};
 use atlas_expert_tests::net::model::Records;
 use atlas_expert_tests::net::rig::{assert_all_right, assert_right, batch, patient, unsettled};
 use atlas_expert_tests::net::wait_until;
+use expert_arena::SlotId;
 use expert_store::Key;
 use expert_tier::stats::TierStats;
 use expert_tier::{ExpertTier, RdmaTier, TierBuilder, TierError, VerbsOptions};
 
 use crate::peer::{Host, SIXTEEN, records_of, tier, tier_with, verbs};
 
-/// Into a batch that takes most of a second.
+/// Into a batch that takes longer, however soon the peer's guest does what it is told.
 const MIDDLE: Duration = Duration::from_millis(250);
 
 /// Queue pairs that are given up after a second: soon for a test, late for a host that is busy.
@@ -27,6 +28,11 @@ fn watchful(count: usize) -> VerbsOptions {
 
 fn keys(records: &Records) -> Vec<Key> {
     records.keys().copied().collect()
+}
+
+/// Each record three times, in slots of their own: more than two seconds of two shaped links.
+fn long_batch(records: &Records) -> Vec<(Key, SlotId)> {
+    batch(&keys(records).repeat(3))
 }
 
 /// How many of a batch are right. Panics where one is wrong, or failed by anything but time or its peer.
@@ -73,13 +79,14 @@ fn peer_that_dies_in_the_middle_of_a_batch_leaves_no_wrong_bytes_and_the_next_on
     let records = records_of(SIXTEEN);
     let store = there.synth("store", SIXTEEN)?;
     let peer = there.serve(&store, 2)?;
-    let tier = tier_with(patient(), watchful(2), &records, 16)?;
+    let tier = tier_with(patient(), watchful(2), &records, 48)?;
     tier.fetch_many(&batch(&keys(&records)[..1]), 0)?;
     there.shape(2)?;
 
-    let time = Duration::from_secs(6);
+    let time = Duration::from_secs(8);
     let start = Instant::now();
-    let pending = tier.submit(&batch(&keys(&records)), Some(time))?;
+    let batch_of_all = long_batch(&records);
+    let pending = tier.submit(&batch_of_all, Some(time))?;
     sleep(MIDDLE);
     ensure!(
         !pending.is_done(),
@@ -90,7 +97,7 @@ fn peer_that_dies_in_the_middle_of_a_batch_leaves_no_wrong_bytes_and_the_next_on
     let took = start.elapsed();
     ensure!(took < time + Duration::from_secs(2), "it took {took:?}");
     let right = right_ones(results, &records);
-    ensure!(right < records.len(), "nothing was under way any more");
+    ensure!(right < batch_of_all.len(), "nothing was under way any more");
     guest::figure("right_before_the_end", right);
     wait_until("the slots are given back", || unsettled(tier.arena()) == 0);
 
@@ -136,18 +143,19 @@ fn batch_completes_on_the_other_link_and_the_one_that_was_down_is_used_again() -
     let records = records_of(SIXTEEN);
     let store = there.synth("store", SIXTEEN)?;
     let _peer = there.serve(&store, 2)?;
-    let tier = tier_with(patient(), watchful(2), &records, 16)?;
+    let tier = tier_with(patient(), watchful(2), &records, 48)?;
     assert_all_right(&tier, &records, 16);
     there.shape(2)?;
 
-    let pending = tier.submit(&batch(&keys(&records)), Some(Duration::from_secs(30)))?;
+    let batch_of_all = long_batch(&records);
+    let pending = tier.submit(&batch_of_all, Some(Duration::from_secs(60)))?;
     sleep(MIDDLE);
     there.run("ip link set eth1 down")?;
     ensure!(!pending.is_done(), "the batch was over before the link was");
     let start = Instant::now();
     let (results, _) = pending.wait()?;
     guest::figure("end_after_link_down_s", start.elapsed().as_secs_f64());
-    ensure!(right_ones(results, &records) == records.len());
+    ensure!(right_ones(results, &records) == batch_of_all.len());
     let stats = tier.stats();
     ensure!(stats.rails[1].errors > 0, "{:#?}", stats.rails);
 
