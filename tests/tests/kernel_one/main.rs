@@ -1,7 +1,16 @@
-//! temp
-#[allow(dead_code)]
+//! Tests inside one guest: soft-RoCE devices, client and peer on one kernel. `make kernel-test` runs them.
+
 mod cable;
+mod contract;
 mod growth;
 mod in_flight;
-#[allow(dead_code)]
+mod late;
+mod limits;
+mod no_rdma;
+mod order;
 mod programs;
+mod rails;
+mod smoke;
+mod speed;
+mod stores;
+mod v1;
