@@ -10,10 +10,10 @@ use atlas_expert_tests::net::rig::assert_all_right;
 
 use crate::peer::{Host, SIXTEEN, fetch, records_of, tier};
 
-/// 32 MiB: one per cent of it is more than catalogue and handshakes take.
+/// 16 MiB: one per cent of it is more than catalogue and handshakes take.
 const MODEL: Sizes = Sizes {
     layers: 2,
-    experts: 16,
+    experts: 8,
     hidden: 512,
     inter: 341,
     seed: 7,
