@@ -512,13 +512,30 @@ impl ErrorFrame {
                 limit: limits::ERROR_TEXT_MAX_BYTES as u64,
             });
         }
+        let message: String = String::from_utf8_lossy(text)
+            .chars()
+            .map(|c| if c.is_control() { '?' } else { c })
+            .collect();
+        // Cut again: a byte that is no text takes three as a replacement character.
+        let code = ErrorCode::from_wire(u16::from_le_bytes([bytes[0], bytes[1]]));
         Ok(Self {
-            code: ErrorCode::from_wire(u16::from_le_bytes([bytes[0], bytes[1]])),
             retryable: bytes[2] != 0,
-            message: String::from_utf8_lossy(text)
-                .chars()
-                .map(|c| if c.is_control() { '?' } else { c })
-                .collect(),
+            ..Self::new(code, message)
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn error_text_that_is_no_utf8_stays_within_its_limit() {
+        let mut bytes = vec![8, 0, 1, 0];
+        bytes.resize(4 + limits::ERROR_TEXT_MAX_BYTES, 0xff);
+        let frame = ErrorFrame::decode(&bytes).unwrap();
+        assert_eq!((frame.code, frame.retryable), (ErrorCode::Busy, true));
+        assert!(frame.message.len() <= limits::ERROR_TEXT_MAX_BYTES);
+        assert_eq!(ErrorFrame::decode(&frame.encode()), Ok(frame));
     }
 }
