@@ -338,10 +338,10 @@ impl TierBuilder {
         let run = v1.then(|| Arc::new(V1Run::new()));
         let client_id = rand::random();
         let mut rails: Vec<Box<dyn Rail>> = Vec::new();
-        for index in 0..locals.len() {
+        for (index, on_rail) in addresses.iter().enumerate() {
             let config = VerbsConfig {
                 addr: addr.to_owned(),
-                addr_on_rail: addresses[index].clone(),
+                addr_on_rail: on_rail.clone(),
                 client_id,
                 options: options.clone(),
                 rails: locals.clone(),

@@ -74,7 +74,7 @@ impl RealRail {
     /// Starts the device's thread, which wakes the driver through `notifier`.
     ///
     /// *Errors*: no thread can be started.
-    pub(crate) fn start(rail: MockRail, notifier: Arc<Notifier>) -> io::Result<Self> {
+    pub(crate) fn start(mut rail: MockRail, notifier: Arc<Notifier>) -> io::Result<Self> {
         let shared = Arc::new(Shared {
             inbox: Mutex::default(),
             work: Condvar::new(),
@@ -86,6 +86,7 @@ impl RealRail {
             quiesces_begun: AtomicU64::new(0),
             quiesces_done: AtomicU64::new(0),
         });
+        rail.clock = Some(Instant::now);
         let (name, capabilities) = (rail.name().to_owned(), rail.capabilities());
         let depth = rail.spec.depth;
         let device = Device {

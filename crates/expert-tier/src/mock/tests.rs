@@ -102,11 +102,13 @@ fn rails_of_any_rates_come_close_to_the_balanced_bound() {
 
 #[test]
 fn one_virtual_run_is_like_another() {
-    let setup = setup(&[125, 50, 80], MIB, Policy::HomeSteal);
+    let mut setup = setup(&[125, 50, 80], MIB, Policy::HomeSteal);
+    setup.rails[0].verifies = Verifies::Rail;
     let (first, _) = run(8 * MIB, &setup);
     let (again, _) = run(8 * MIB, &setup);
     assert_eq!(first.time, again.time);
     assert_eq!(first.rail_bytes, again.rail_bytes);
+    assert_eq!(first.verify, again.verify);
 }
 
 #[test]
