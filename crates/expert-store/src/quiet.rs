@@ -181,26 +181,29 @@ mod tests {
         let file = File::open(&path).unwrap();
         file.sync_all().unwrap();
         for dontcache in [true, false] {
-            let quiet = QuietFile::open(&path).unwrap();
-            quiet.dontcache.store(dontcache, Ordering::Relaxed);
-            // Dropped as a whole, since what is cached in large folios is not dropped in part; then
-            // read page by page but for the first step.
-            let _ = fadvise(&file, 0, None, Advice::Random);
-            let _ = fadvise(&file, 0, None, Advice::DontNeed);
-            for page in STEP_BYTES / PAGE_BYTES..bytes / PAGE_BYTES {
-                let mut buf = [0; PAGE_BYTES as usize];
-                file.read_exact_at(&mut buf, page * PAGE_BYTES).unwrap();
-            }
-            let mut got = vec![0; bytes as usize];
-            quiet.read_exact_at(&mut got, 0).unwrap();
-            assert!(got == content);
-            // Where the kernel knows the flag, the gap is as it was, too.
-            if quiet.dontcache.load(Ordering::Relaxed) {
-                assert!(!is_cached(&file, 0));
-            }
-            for page in STEP_BYTES / PAGE_BYTES..bytes / PAGE_BYTES {
-                assert!(is_cached(&file, page), "{dontcache}: page {page}");
-            }
+            // Dropping pages is a wish: one that another processor has just touched may stay. What
+            // is looked at is whether the gap can be as it was, and whether the rest always is.
+            let gap_stayed = (0..5).any(|_| {
+                let quiet = QuietFile::open(&path).unwrap();
+                quiet.dontcache.store(dontcache, Ordering::Relaxed);
+                // Dropped as a whole, since what is cached in large folios is not dropped in part;
+                // then read page by page but for the first step.
+                let _ = fadvise(&file, 0, None, Advice::Random);
+                let _ = fadvise(&file, 0, None, Advice::DontNeed);
+                for page in STEP_BYTES / PAGE_BYTES..bytes / PAGE_BYTES {
+                    let mut buf = [0; PAGE_BYTES as usize];
+                    file.read_exact_at(&mut buf, page * PAGE_BYTES).unwrap();
+                }
+                let mut got = vec![0; bytes as usize];
+                quiet.read_exact_at(&mut got, 0).unwrap();
+                assert!(got == content);
+                for page in STEP_BYTES / PAGE_BYTES..bytes / PAGE_BYTES {
+                    assert!(is_cached(&file, page), "{dontcache}: page {page}");
+                }
+                // Only where the kernel knows the flag.
+                !quiet.dontcache.load(Ordering::Relaxed) || !is_cached(&file, 0)
+            });
+            assert!(gap_stayed, "{dontcache}: the gap is cached");
         }
     }
 }
