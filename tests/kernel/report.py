@@ -120,6 +120,20 @@ def summary(share, roles, planned, problems, seconds, kernel, rig):
     }
 
 
+def cut_short(run, panic):
+    """The report of guests of which one died of a fault of its kernel: what had not ended is not
+    theirs any more, because it runs again elsewhere. Returns the names of that."""
+    unfinished = {(c["target"], c["name"]) for c in run["tests"] if c["outcome"] == "did-not-end"}
+    names = {name for _, name in unfinished}
+    run["tests"] = [c for c in run["tests"] if c["outcome"] != "did-not-end"]
+    run["failed"] = [f"{c['target']}: {c['name']} ({c['outcome']})" for c in run["tests"] if c["outcome"] != "ok"]
+    for group in run["by_backend"].values():
+        group["failed"] = [name for name in group["failed"] if name not in names]
+    run["kernel_warnings"] += [panic]
+    run["problems"] = []
+    return unfinished
+
+
 def good(run):
     """Whether a kernel and rig passed."""
     return not run["failed"] and not run["problems"] and run["passed"] > 0
