@@ -80,6 +80,7 @@ pub use options::{HugePages, Lock, POISON_BYTE, POISON_CHUNK_BYTES, POISON_MARK_
 pub use range::LandingRange;
 pub use range_io::RecvFlags;
 pub use report::{ArenaReport, LockOutcome, PageKind};
+pub use reserve::SystemMemory;
 pub use slot::SlotState;
 pub use stats::ArenaStats;
 

@@ -16,6 +16,32 @@ const SMALL_ARENA_BYTES: u64 = 1 << 30;
 /// The part of the memory that stays free at most, for small arenas: laptops and CI have less than 8 GB in all.
 const SMALL_RESERVE_PERCENT: u64 = 25;
 
+/// What the system says of its memory, as far as this process's control groups let it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SystemMemory {
+    /// Bytes in all.
+    pub total_bytes: u64,
+    /// Bytes that can be had without swapping.
+    pub available_bytes: u64,
+}
+
+impl SystemMemory {
+    /// The memory as it is now; `None` where the system does not say.
+    pub fn now() -> Option<Self> {
+        let view = System::default().memory().ok()?;
+        Some(Self {
+            total_bytes: view.total_bytes,
+            available_bytes: view.available_bytes,
+        })
+    }
+
+    /// Bytes that whoever pins `need_bytes` leaves free where nobody named a reserve: the larger of 8 GB and 8 %, for
+    /// less than 1 GiB at most a quarter of the memory.
+    pub fn default_reserve_bytes(self, need_bytes: u64) -> u64 {
+        default_reserve(need_bytes, self.total_bytes)
+    }
+}
+
 /// Checks that the arena leaves the reserve free; returns the reserve.
 pub(crate) fn check_reserve(
     need_bytes: usize,
@@ -58,6 +84,18 @@ fn default_reserve(need_bytes: u64, total_bytes: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn large_need_leaves_the_larger_of_8_gb_and_8_percent_and_a_small_one_at_most_a_quarter() {
+        let memory = |total_bytes| SystemMemory {
+            total_bytes,
+            available_bytes: 0,
+        };
+        let reserve = |total, need| memory(total).default_reserve_bytes(need);
+        assert_eq!(reserve(16_000_000_000, 1 << 30), 8_000_000_000);
+        assert_eq!(reserve(1_000_000_000_000, 1 << 40), 80_000_000_000);
+        assert_eq!(reserve(4_000_000_000, 1 << 20), 1_000_000_000);
+    }
 
     const GIB: u64 = 1 << 30;
 

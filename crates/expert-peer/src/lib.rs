@@ -29,7 +29,6 @@ mod connection;
 mod epoch;
 mod error;
 mod extents;
-mod memory;
 mod net;
 mod peer;
 pub mod populate;

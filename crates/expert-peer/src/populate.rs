@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 use tracing::{info, warn};
 
 use crate::extents::{Extent, extents};
-use crate::memory::memory_available;
 use crate::{PeerError, Source};
 
 /// One read: large enough that disks deliver at their full rate.
@@ -64,9 +63,9 @@ pub fn populate(
     let start = Instant::now();
     let reads = plan(source);
     let total: u64 = reads.iter().map(|r| r.bytes).sum();
-    let limit = options
-        .limit_bytes
-        .or_else(|| memory_available().map(|bytes| bytes / 100 * MEMORY_PERCENT));
+    let limit = options.limit_bytes.or_else(|| {
+        expert_arena::SystemMemory::now().map(|m| m.available_bytes / 100 * MEMORY_PERCENT)
+    });
     if let Some(limit) = limit.filter(|&limit| total > limit) {
         let why = format!(
             "the store's records have {total} bytes, more than the {limit} that may be filled ({MEMORY_PERCENT} % of the available memory): records are read from disk when they are asked for"

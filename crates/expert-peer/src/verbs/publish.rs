@@ -13,7 +13,6 @@ use super::Verbs;
 use super::fabric::{PublishFile, PublishRequest};
 use super::served::Served;
 use crate::extents::{Extent, extents};
-use crate::memory::Memory;
 use crate::{PeerError, Source};
 
 /// Ranges of a file with a smaller gap between them are one region: what lies between records is
@@ -105,7 +104,7 @@ impl Verbs {
     ) -> Result<Option<u64>, PeerError> {
         let need_bytes = total(extents);
         self.within_limit(need_bytes, beside_bytes)?;
-        let Some(memory) = Memory::now() else {
+        let Some(memory) = expert_arena::SystemMemory::now() else {
             warn!(
                 "the system does not say how much memory is available: registering the store all the same"
             );
