@@ -16,6 +16,25 @@ pub enum Policy {
     Split,
 }
 
+/// How urgent a request is. What is waiting in a more urgent class is posted first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Class {
+    /// Somebody waits for these records.
+    #[default]
+    Demand,
+    /// A whole layer passes by: somebody waits for it, but in sequence.
+    Stream,
+    /// A guess. It takes at most half of each rail's window, so that a demand that comes now waits
+    /// for no more than that.
+    Prefetch,
+}
+
+impl Class {
+    /// All, the most urgent first.
+    pub const ALL: [Self; 3] = [Self::Demand, Self::Stream, Self::Prefetch];
+}
+
 /// What the failure of one rail means for the requests that use it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OnFailure {

@@ -6,10 +6,11 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use expert_arena::{ArenaError, ExpertArena, SlotId, SlotState};
+use expert_store::Layer;
 use expert_store::info::StoreInfo;
 use expert_wire::Key;
 
-use crate::config::{Deadline, Verify};
+use crate::config::{Class, Deadline, Verify};
 use crate::driver::{Driver, Outcome, Ticket};
 use crate::engine::{Committed, Failure, Order, later};
 use crate::error::TierError;
@@ -33,10 +34,10 @@ pub(crate) struct Core {
     view: RwLock<Arc<View>>,
     refresh: Refresh,
     verify: Verify,
-    seen: Mutex<Seen>,
+    seen: Arc<Mutex<Seen>>,
     deadline: Deadline,
     /// Bytes of batches under way: they are ahead of a new one in the queue.
-    inflight_bytes: AtomicU64,
+    inflight_bytes: Arc<AtomicU64>,
     arena: Arc<ExpertArena>,
 }
 
@@ -54,9 +55,9 @@ impl Core {
             view: RwLock::new(Arc::new(view)),
             refresh,
             verify,
-            seen: Mutex::default(),
+            seen: Arc::default(),
             deadline,
-            inflight_bytes: AtomicU64::new(0),
+            inflight_bytes: Arc::default(),
             arena,
         }
     }
@@ -105,8 +106,9 @@ impl Core {
     pub(crate) fn submit(
         &self,
         batch: &[(Key, SlotId)],
+        class: Class,
         time: Option<Duration>,
-    ) -> Result<Pending<'_>, TierError> {
+    ) -> Result<Pending, TierError> {
         let start = Instant::now();
         let patience = later(start, time.unwrap_or(self.deadline.base));
         let view = self.current_view(patience)?;
@@ -139,14 +141,19 @@ impl Core {
         let allowed = time.unwrap_or_else(|| self.deadline.for_bytes(ahead.saturating_add(bytes)));
         let deadline = later(start, allowed);
         Ok(Pending {
-            ticket: self.driver.submit(orders, deadline),
-            core: self,
+            ticket: self.driver.submit(orders, class, deadline),
+            inflight_bytes: self.inflight_bytes.clone(),
+            seen: (self.verify == Verify::First).then(|| self.seen.clone()),
             members,
             content: (view.tag, run),
             bytes,
             deadline,
             allowed,
         })
+    }
+
+    pub(crate) fn find(&self, key: Key, limit: Instant) -> Result<(Arc<Layer>, usize), TierError> {
+        self.current_view(limit)?.find(key, limit)
     }
 
     fn check_slot(&self, key: Key, slot: SlotId, need: u64) -> Result<(), TierError> {
@@ -176,10 +183,6 @@ impl Core {
 
     fn must_verify(&self, content: Run, key: Key) -> bool {
         self.verify != Verify::First || !lock(&self.seen).contains(content, key)
-    }
-
-    fn note_verified(&self, content: Run, key: Key) {
-        lock(&self.seen).insert(content, key);
     }
 }
 
@@ -219,31 +222,49 @@ impl Seen {
 }
 
 /// A batch under way. Dropping it cancels it: its slots return when the rails are done with them.
-pub struct Pending<'a> {
-    core: &'a Core,
+///
+/// It does not keep the tier alive: once that is gone, it ends with [`TierError::ShutDown`].
+pub struct Pending {
     ticket: Ticket,
-    members: Vec<(Key, Arc<expert_store::Layer>, usize)>,
+    inflight_bytes: Arc<AtomicU64>,
+    /// Where it is to be noted what was verified.
+    seen: Option<Arc<Mutex<Seen>>>,
+    members: Vec<(Key, Arc<Layer>, usize)>,
     content: Run,
     bytes: u64,
     deadline: Instant,
     allowed: Duration,
 }
 
-impl Drop for Pending<'_> {
+impl Drop for Pending {
     fn drop(&mut self) {
-        self.core
-            .inflight_bytes
-            .fetch_sub(self.bytes, Ordering::Relaxed);
+        self.inflight_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
 
 /// What became of each record of a batch, in its order, and where the time went.
 pub type BatchResult = (Vec<Result<Record, TierError>>, RequestStats);
 
-impl Pending<'_> {
+impl Pending {
     /// Whether [`Pending::wait`] returns at once.
     pub fn is_done(&self) -> bool {
         self.ticket.is_done()
+    }
+
+    /// Has `waker` called when the end has come; at once if it has. It runs on the tier's own
+    /// thread and must not block.
+    pub fn on_done(&self, waker: impl FnOnce() + Send + 'static) {
+        self.ticket.on_end(Box::new(waker));
+    }
+
+    /// Makes the batch more urgent.
+    pub fn promote(&self, class: Class) {
+        self.ticket.promote(class);
+    }
+
+    /// When it ends at the latest.
+    pub fn deadline(&self) -> Instant {
+        self.deadline
     }
 
     /// Gives the batch up.
@@ -279,13 +300,13 @@ impl Pending<'_> {
     fn conclude(
         &self,
         result: Result<Committed, Failure>,
-        (key, layer, position): &(Key, Arc<expert_store::Layer>, usize),
+        (key, layer, position): &(Key, Arc<Layer>, usize),
     ) -> Result<Record, TierError> {
         let key = *key;
         match result {
             Ok(committed) => {
-                if committed.verified && self.core.verify == Verify::First {
-                    self.core.note_verified(self.content, key);
+                if let Some(seen) = self.seen.as_ref().filter(|_| committed.verified) {
+                    lock(seen).insert(self.content, key);
                 }
                 Ok(Record {
                     key,

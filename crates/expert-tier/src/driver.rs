@@ -11,7 +11,8 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::config::EngineConfig;
+use crate::config::{Class, EngineConfig};
+use crate::coverage::Holding;
 use crate::cpu::WorkClock;
 use crate::engine::{Action, Engine, Finished, Handle, Order, Refused, until};
 use crate::notify::Notifier;
@@ -29,10 +30,13 @@ const SHUTDOWN_MAX: Duration = Duration::from_secs(5);
 enum Command {
     Submit {
         orders: Vec<Order>,
+        class: Class,
         deadline: Instant,
         ticket: Arc<Shared>,
     },
     Cancel(Arc<Shared>),
+    Promote(Arc<Shared>, Class),
+    Learn(ContentTag, Holding),
     Shutdown,
 }
 
@@ -49,20 +53,28 @@ struct Shared {
 }
 
 enum Progress {
-    UnderWay,
+    UnderWay(Option<Waker>),
     Ended(Outcome),
     Taken,
 }
+
+/// Called once when a request ends, by the driver's thread: it must not block.
+pub(crate) type Waker = Box<dyn FnOnce() + Send>;
 
 impl Shared {
     /// The first end counts.
     fn resolve(&self, outcome: Outcome) {
         let mut progress = lock(&self.progress);
-        if matches!(*progress, Progress::UnderWay) {
-            *progress = Progress::Ended(outcome);
-        }
+        let Progress::UnderWay(waker) = &mut *progress else {
+            return;
+        };
+        let waker = waker.take();
+        *progress = Progress::Ended(outcome);
         drop(progress);
         self.done.notify_all();
+        if let Some(wake) = waker {
+            wake();
+        }
     }
 }
 
@@ -79,7 +91,7 @@ impl Ticket {
         let limit = until_then + grace;
         let mut progress = lock(&self.shared.progress);
         loop {
-            if !matches!(*progress, Progress::UnderWay) {
+            if !matches!(*progress, Progress::UnderWay(_)) {
                 return match std::mem::replace(&mut *progress, Progress::Taken) {
                     Progress::Ended(outcome) => outcome,
                     _ => Outcome::ShutDown,
@@ -100,7 +112,25 @@ impl Ticket {
 
     /// Whether the end has come.
     pub(crate) fn is_done(&self) -> bool {
-        !matches!(*lock(&self.shared.progress), Progress::UnderWay)
+        !matches!(*lock(&self.shared.progress), Progress::UnderWay(_))
+    }
+
+    /// Has `waker` called at the end, at once if that has come.
+    pub(crate) fn on_end(&self, waker: Waker) {
+        match &mut *lock(&self.shared.progress) {
+            Progress::UnderWay(place) => {
+                *place = Some(waker);
+                return;
+            }
+            Progress::Ended(_) | Progress::Taken => {}
+        }
+        waker();
+    }
+
+    /// Makes the request more urgent.
+    pub(crate) fn promote(&self, class: Class) {
+        let shared = self.shared.clone();
+        self.control.push(Command::Promote(shared, class));
     }
 
     /// Gives the request up; [`Ticket::wait`] then returns soon.
@@ -132,6 +162,8 @@ struct Snapshot {
     settled: bool,
     preferred: bool,
     content: Option<ContentTag>,
+    /// What rails serve of which nothing is known.
+    strange: Vec<(RailId, ContentTag)>,
     /// Grows with every change of a rail's state or content.
     run: u64,
     rails: String,
@@ -186,6 +218,7 @@ impl Driver {
                 settled: false,
                 preferred: false,
                 content: None,
+                strange: Vec::new(),
                 run: 0,
                 rails: engine.describe_rails(),
                 stopped: false,
@@ -222,13 +255,14 @@ impl Driver {
     }
 
     /// Hands a request over; never blocks.
-    pub(crate) fn submit(&self, orders: Vec<Order>, deadline: Instant) -> Ticket {
+    pub(crate) fn submit(&self, orders: Vec<Order>, class: Class, deadline: Instant) -> Ticket {
         let shared = Arc::new(Shared {
-            progress: Mutex::new(Progress::UnderWay),
+            progress: Mutex::new(Progress::UnderWay(None)),
             done: Condvar::new(),
         });
         self.control.push(Command::Submit {
             orders,
+            class,
             deadline,
             ticket: shared.clone(),
         });
@@ -287,6 +321,16 @@ impl Driver {
     /// Grows with every change of a rail's state or content.
     pub(crate) fn run(&self) -> u64 {
         lock(&self.control.snapshot).run
+    }
+
+    /// Tells what a content is part of.
+    pub(crate) fn learn(&self, content: ContentTag, holding: Holding) {
+        self.control.push(Command::Learn(content, holding));
+    }
+
+    /// What rails serve of which nothing was told.
+    pub(crate) fn strange_contents(&self) -> Vec<(RailId, ContentTag)> {
+        lock(&self.control.snapshot).strange.clone()
     }
 
     /// Content of the first rail that works, or that worked last.
@@ -389,9 +433,10 @@ impl Run {
                 Some(Command::Shutdown) => return true,
                 Some(Command::Submit {
                     orders,
+                    class,
                     deadline,
                     ticket,
-                }) => match self.engine.submit(now, deadline, orders) {
+                }) => match self.engine.submit_as(now, deadline, class, orders) {
                     Ok(handle) => {
                         self.tickets.insert(handle, ticket);
                     }
@@ -401,17 +446,24 @@ impl Run {
                     }
                 },
                 Some(Command::Cancel(ticket)) => {
-                    let handle = self
-                        .tickets
-                        .iter()
-                        .find(|(_, t)| Arc::ptr_eq(t, &ticket))
-                        .map(|(h, _)| *h);
-                    if let Some(handle) = handle {
+                    if let Some(handle) = self.handle_of(&ticket) {
                         self.engine.cancel(now, handle);
                     }
                 }
+                Some(Command::Promote(ticket, class)) => {
+                    if let Some(handle) = self.handle_of(&ticket) {
+                        self.engine.promote(now, handle, class);
+                    }
+                }
+                Some(Command::Learn(content, holding)) => self.engine.learn(now, content, holding),
             }
         }
+    }
+
+    fn handle_of(&self, ticket: &Arc<Shared>) -> Option<Handle> {
+        let mut tickets = self.tickets.iter();
+        let (handle, _) = tickets.find(|(_, t)| Arc::ptr_eq(t, ticket))?;
+        Some(*handle)
     }
 
     /// One round of everything; true when something happened.
@@ -480,6 +532,8 @@ impl Run {
         snapshot.settled = self.engine.is_settled();
         snapshot.preferred = self.engine.is_preferred_up();
         snapshot.content = self.engine.content();
+        snapshot.strange.clear();
+        snapshot.strange.extend(self.engine.strange_contents());
         snapshot.run = self.engine.rails_revision();
         snapshot.rails = self.engine.describe_rails();
         drop(snapshot);

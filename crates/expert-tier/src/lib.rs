@@ -19,6 +19,7 @@ pub mod attribution;
 pub mod config;
 mod control;
 mod core;
+pub mod coverage;
 mod cpu;
 mod driver;
 pub mod engine;
@@ -36,7 +37,7 @@ mod sync;
 mod tier;
 mod view;
 
-pub use config::{Deadline, EngineConfig, OnFailure, Policy, Verify};
+pub use config::{Class, Deadline, EngineConfig, OnFailure, Policy, Verify};
 pub use core::{BatchResult, Pending};
 pub use error::TierError;
 pub use rails::verbs::{RailSlot, RailsWanted, VerbsOptions};

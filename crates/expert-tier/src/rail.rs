@@ -15,6 +15,8 @@ use expert_arena::LandingRange;
 use expert_store::catalogue::{CHUNK_BYTES, Layer};
 use expert_wire::Key;
 
+use crate::config::Class;
+
 /// Index of a rail in its tier, in the order of configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RailId(pub usize);
@@ -105,6 +107,8 @@ pub struct Read {
     pub range: LandingRange,
     /// Whether checksums are to be compared as the bytes land.
     pub verify: bool,
+    /// How urgent its request was when it was posted.
+    pub class: Class,
     /// When the engine assigned it to its present rail.
     pub posted_at: Instant,
 }

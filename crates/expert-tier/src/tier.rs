@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use expert_arena::{ArenaBuilder, ExpertArena, SlotId};
-use expert_store::Store;
 use expert_store::info::{StoreInfo, hex128};
+use expert_store::{Layer, Store};
 use expert_wire::Key;
 use expert_wire::client::{Outcome, Protocol};
 
-use crate::config::{Deadline, EngineConfig, Verify};
+use crate::config::{Class, Deadline, EngineConfig, Verify};
 use crate::control::Control;
 use crate::core::{Core, Pending};
 use crate::driver::Driver;
@@ -67,7 +67,23 @@ pub trait ExpertTier: Send + Sync {
         &self,
         batch: &[(Key, SlotId)],
         time: Option<Duration>,
-    ) -> Result<Pending<'_>, TierError>;
+    ) -> Result<Pending, TierError> {
+        self.submit_as(batch, Class::Demand, time)
+    }
+
+    /// The same for another class than [`Class::Demand`].
+    fn submit_as(
+        &self,
+        batch: &[(Key, SlotId)],
+        class: Class,
+        time: Option<Duration>,
+    ) -> Result<Pending, TierError>;
+
+    /// Layout and checksums of a record's layer, and the record's position there; `time` bounds
+    /// the wait for a peer that has to be asked.
+    ///
+    /// *Errors*: there is no such record, or the peer did not answer.
+    fn find(&self, key: Key, time: Duration) -> Result<(Arc<Layer>, usize), TierError>;
 
     /// Where records land.
     fn arena(&self) -> &Arc<ExpertArena>;
@@ -504,15 +520,20 @@ macro_rules! tier {
                 if stream != 0 {
                     return Err(TierError::UnsupportedStream { stream });
                 }
-                Ok(self.core.submit(batch, None)?.wait()?.0)
+                Ok(self.core.submit(batch, Class::Demand, None)?.wait()?.0)
             }
 
-            fn submit(
+            fn submit_as(
                 &self,
                 batch: &[(Key, SlotId)],
+                class: Class,
                 time: Option<Duration>,
-            ) -> Result<Pending<'_>, TierError> {
-                self.core.submit(batch, time)
+            ) -> Result<Pending, TierError> {
+                self.core.submit(batch, class, time)
+            }
+
+            fn find(&self, key: Key, time: Duration) -> Result<(Arc<Layer>, usize), TierError> {
+                self.core.find(key, later(Instant::now(), time))
             }
 
             fn arena(&self) -> &Arc<ExpertArena> {

@@ -78,7 +78,7 @@ impl Rig {
     }
 
     /// Begins 1000 READs and waits until all of them are posted.
-    fn thousand_in_flight(&self) -> Pending<'_> {
+    fn thousand_in_flight(&self) -> Pending {
         let keys: Vec<Key> = self.records.keys().copied().take(1000).collect();
         let pending = self
             .tier
@@ -156,7 +156,7 @@ fn verbs_thousand_expired_requests_reset_no_rail_and_fail_nobody_else() {
         });
         let mut under_way = VecDeque::new();
         let (mut expired, mut in_time) = (0u32, 0u32);
-        let mut take = |pending: Pending<'_>| {
+        let mut take = |pending: Pending| {
             let (records, _) = pending.wait().expect("an end");
             for record in records {
                 match record {

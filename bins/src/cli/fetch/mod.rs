@@ -508,11 +508,7 @@ impl<'a> Fetch<'a> {
     }
 
     /// Slots of a batch that failed may still wait for a rail to let go of them.
-    fn submit(
-        &self,
-        tier: &'a dyn ExpertTier,
-        batch: &[(Key, SlotId)],
-    ) -> anyhow::Result<Pending<'a>> {
+    fn submit(&self, tier: &'a dyn ExpertTier, batch: &[(Key, SlotId)]) -> anyhow::Result<Pending> {
         let time = self.args.deadline_ms.map(Duration::from_millis);
         let limit = Instant::now() + time.unwrap_or(Duration::from_secs(2));
         loop {
@@ -525,7 +521,7 @@ impl<'a> Fetch<'a> {
         }
     }
 
-    fn take(&mut self, pending: Pending<'_>) -> anyhow::Result<()> {
+    fn take(&mut self, pending: Pending) -> anyhow::Result<()> {
         let (records, stats) = pending.wait()?;
         let is_lost = !records.is_empty() && records.iter().all(Result::is_err);
         self.batch_us.push(stats.total.as_micros() as u64);

@@ -111,7 +111,8 @@ impl Engine {
 
     /// Whether READs wait to be posted.
     fn is_backlogged(&self) -> bool {
-        self.unposted_bytes > 0 || !self.retry_queue.is_empty()
+        self.unposted_bytes.iter().sum::<u64>() > 0
+            || self.retry_queues.iter().any(|queue| !queue.is_empty())
     }
 
     /// Called at the end of whatever may have changed what rails have to do.

@@ -7,8 +7,10 @@ use expert_arena::LandingRange;
 use expert_store::catalogue::CHUNK_BYTES;
 
 use super::share::{self, Load};
-use super::{Engine, Handle, RailBook, RailState, Read, ReadId, later};
-use crate::config::Policy;
+use expert_wire::Key;
+
+use super::{Engine, Guards, Handle, RailBook, RailState, Read, ReadId, Record, later};
+use crate::config::{Class, Policy};
 use crate::rail::{ContentTag, RailId};
 
 impl Engine {
@@ -32,46 +34,39 @@ impl Engine {
         None
     }
 
-    /// Whether a preferred rail works with the same content.
+    /// Whether a preferred rail works with the same content, and has all of its records.
     pub(super) fn is_outranked(&self, rail: usize) -> bool {
         let own = &self.rails[rail];
-        self.rails.iter().any(|b| {
-            b.capabilities.rank < own.capabilities.rank && b.is_up() && b.content == own.content
-        })
+        let mut before = self.rails.iter().filter(|b| b.precedes(own));
+        before.any(|b| !b.is_partial())
     }
 
     fn pick(&mut self, now: Instant, rail: usize) -> Option<Read> {
-        let book = &self.rails[rail];
-        let window = book.window_bytes(&self.config);
-        let always = match book.capabilities.whole_records {
-            // A record may be larger than the window: two per lane keep each lane busy.
-            true => 2 * u64::from(book.capabilities.lanes.max(1)),
-            false => 1, // one READ may always be out, however small the window
-        };
-        let room = match book.outstanding_reads < always {
-            true => u64::MAX,
-            false => window.saturating_sub(book.outstanding_bytes),
-        };
-        if room == 0 {
-            return None;
+        for class in Class::ALL {
+            let room = self.rails[rail].room_bytes(class, &self.config);
+            if room == 0 {
+                return None; // a less urgent class has no more
+            }
+            if let Some(read) = self.pick_retry(now, rail, class, room) {
+                return Some(read);
+            }
+            if let Some(read) = self.pick_queued(now, rail, class, room) {
+                return Some(read);
+            }
         }
-        if let Some(read) = self.pick_retry(now, rail, room) {
-            return Some(read);
-        }
-        self.pick_queued(now, rail, room)
+        None
     }
 
-    fn pick_retry(&mut self, now: Instant, rail: usize, room: u64) -> Option<Read> {
-        for i in 0..self.retry_queue.len() {
-            let handle = self.retry_queue[i];
-            let serves = self.rails[rail].content;
+    fn pick_retry(&mut self, now: Instant, rail: usize, class: Class, room: u64) -> Option<Read> {
+        for i in 0..self.retry_queues[class as usize].len() {
+            let handle = self.retry_queues[class as usize][i];
             let guards = self.guards;
             let whole = self.rails[rail].capabilities.whole_records;
             let max = self.read_max_bytes(&self.rails[rail]);
             let Some(record) = self.records.get_mut(handle) else {
                 continue; // cleaned up below
             };
-            if !guards.admit(serves, record.content) {
+            if record.class != class || !may_read(&self.rails, rail, record, guards) {
                 continue;
             }
             let image_bytes = record.landing.image_bytes() as u64;
@@ -95,19 +90,21 @@ impl Engine {
             };
             if record.retries.is_empty() {
                 record.in_retry_queue = false;
-                self.retry_queue.remove(i);
+                self.retry_queues[class as usize].remove(i);
             }
             return Some(self.post(now, rail, handle, range));
         }
-        self.retry_queue.retain(|&h| self.records.get(h).is_some());
+        let records = &self.records;
+        self.retry_queues[class as usize]
+            .retain(|&h| records.get(h).is_some_and(|r| r.class == class));
         None
     }
 
-    fn pick_queued(&mut self, now: Instant, rail: usize, room: u64) -> Option<Read> {
-        if let Some(read) = self.pick_from(now, rail, rail, room) {
+    fn pick_queued(&mut self, now: Instant, rail: usize, class: Class, room: u64) -> Option<Read> {
+        if let Some(read) = self.pick_from(now, rail, rail, class, room) {
             return Some(read);
         }
-        let serves = self.rails[rail].content;
+        let serves = self.rails[rail].serves();
         let policy = self.config.policy;
         let rank = self.rails[rail].capabilities.rank;
         let may_take = |book: &RailBook| match policy {
@@ -115,7 +112,7 @@ impl Engine {
             // Nobody else's work, unless its home cannot do it: it is down, or it serves other
             // content than this rail (which takes nothing but its own).
             Policy::ExpertMod => {
-                let serves_other = book.content.is_some() && book.content != serves;
+                let serves_other = book.content.is_some() && book.serves() != serves;
                 // One that was preferred and is down waits for nobody: this rail is there for that.
                 let is_gone = book.capabilities.rank < rank || book.state != RailState::Probing;
                 serves_other || (!book.is_up() && is_gone)
@@ -126,28 +123,38 @@ impl Engine {
         loop {
             let waits = |d: &usize| {
                 let book = &self.rails[*d];
-                asked & (1 << d) == 0 && !book.queue.is_empty() && may_take(book)
+                let is_empty = book.queues[class as usize].is_empty();
+                asked & (1 << d) == 0 && !is_empty && may_take(book)
             };
             let donors = (0..self.rails.len()).filter(waits).rev();
-            let donor = donors.max_by_key(|&d| self.rails[d].queue.len())?;
+            let donor = donors.max_by_key(|&d| self.rails[d].queues[class as usize].len())?;
             asked |= 1 << donor;
-            if let Some(read) = self.pick_from(now, rail, donor, room) {
+            if let Some(read) = self.pick_from(now, rail, donor, class, room) {
                 return Some(read);
             }
         }
     }
 
     /// The next READ of the first record in `donor`'s queue that `rail` can serve.
-    fn pick_from(&mut self, now: Instant, rail: usize, donor: usize, room: u64) -> Option<Read> {
-        let serves = self.rails[rail].content;
+    fn pick_from(
+        &mut self,
+        now: Instant,
+        rail: usize,
+        donor: usize,
+        class: Class,
+        room: u64,
+    ) -> Option<Read> {
         let guards = self.guards;
+        let queue = class as usize;
         let whole = self.rails[rail].capabilities.whole_records;
         let max = self.read_max_bytes(&self.rails[rail]);
         let mut i = 0;
-        while i < self.rails[donor].queue.len() {
-            let handle = self.rails[donor].queue[i];
-            let Some(record) = self.records.get_mut(handle) else {
-                self.rails[donor].queue.remove(i);
+        while i < self.rails[donor].queues[queue].len() {
+            let handle = self.rails[donor].queues[queue][i];
+            let record = self.records.get(handle);
+            let Some(record) = record.filter(|r| r.class == class && r.queued) else {
+                // Ended, or it waits in another queue since it became more urgent.
+                self.rails[donor].queues[queue].remove(i);
                 continue;
             };
             let image_bytes = record.landing.image_bytes() as u64;
@@ -157,12 +164,12 @@ impl Engine {
                 true => 0, // begun on another kind of rail
                 false => max.min(remaining),
             };
-            if !guards.admit(serves, record.content) || len == 0 {
+            if !may_read(&self.rails, rail, record, guards) || len == 0 {
                 i += 1;
                 continue;
             }
-            let content = record.content;
-            let len = self.share(now, rail, content, len)?;
+            let (content, key) = (record.content, record.key);
+            let len = self.share(now, rail, content, key, class, len)?;
             if len > room {
                 return None;
             }
@@ -171,10 +178,10 @@ impl Engine {
                 .landing
                 .split(len as usize)
                 .expect("remaining bytes were asked for");
-            self.unposted_bytes -= len;
+            self.unposted_bytes[queue] -= len;
             if len == remaining {
                 record.queued = false;
-                self.rails[donor].queue.remove(i);
+                self.rails[donor].queues[queue].remove(i);
             }
             return Some(self.post(now, rail, handle, range));
         }
@@ -183,12 +190,21 @@ impl Engine {
 
     /// How much of a READ of `len` bytes a rail should take, in view of what the others can do;
     /// `None` where it should leave it to them.
-    fn share(&mut self, now: Instant, rail: usize, content: ContentTag, len: u64) -> Option<u64> {
+    fn share(
+        &mut self,
+        now: Instant,
+        rail: usize,
+        content: ContentTag,
+        key: Key,
+        class: Class,
+        len: u64,
+    ) -> Option<u64> {
         let own = &self.rails[rail];
         let rank = own.capabilities.rank;
         let helps = |i: &usize| {
             let book = &self.rails[*i];
-            book.is_up() && book.content == Some(content) && book.capabilities.rank == rank
+            let is_peer = book.capabilities.rank == rank && book.holds(key);
+            book.is_up() && book.serves() == Some(content) && is_peer
         };
         let others = (0..self.rails.len()).filter(|i| *i != rail).filter(helps);
         let has_whole = own.capabilities.whole_records
@@ -198,8 +214,8 @@ impl Engine {
         let taken = match self.config.policy {
             _ if has_whole => Ok(len),
             Policy::ExpertMod => Ok(len),
-            Policy::HomeSteal => self.share_whole(now, rail, others, len),
-            Policy::Split => self.share_evenly(now, rail, others, len),
+            Policy::HomeSteal => self.share_whole(now, rail, others, class, len),
+            Policy::Split => self.share_evenly(now, rail, others, class, len),
         };
         match taken {
             Ok(len) => Some(len),
@@ -221,6 +237,7 @@ impl Engine {
         now: Instant,
         rail: usize,
         others: impl Iterator<Item = usize> + Clone,
+        class: Class,
         len: u64,
     ) -> Result<u64, f64> {
         let Some(own) = self.rails[rail].load(now) else {
@@ -232,7 +249,7 @@ impl Engine {
         let read_bytes = sizes.min().unwrap_or(len);
         let loads = others.filter_map(|i| self.rails[i].load(now));
         let counted = len.min(read_bytes);
-        match share::may_take(own, counted, loads, read_bytes, self.unposted_bytes) {
+        match share::may_take(own, counted, loads, read_bytes, self.waiting_bytes(class)) {
             true => Ok(len),
             false => Err(share::end_s(own, counted)),
         }
@@ -244,6 +261,7 @@ impl Engine {
         now: Instant,
         rail: usize,
         others: impl Iterator<Item = usize> + Clone,
+        class: Class,
         len: u64,
     ) -> Result<u64, f64> {
         // A rail of which nothing is known is taken for one like the others.
@@ -260,15 +278,21 @@ impl Engine {
             book.load(now).unwrap_or_else(|| book.load_at(usual, now))
         };
         let (own, loads) = (load(rail), others.map(load));
-        let fair = share::fair_bytes(own, loads.clone(), self.unposted_bytes);
+        let waiting_bytes = self.waiting_bytes(class);
+        let fair = share::fair_bytes(own, loads.clone(), waiting_bytes);
         if fair >= CHUNK_BYTES / 2 {
             return Ok(len.min(fair.next_multiple_of(CHUNK_BYTES)));
         }
         let least = len.min(CHUNK_BYTES);
-        match share::may_take(own, least, loads, CHUNK_BYTES, self.unposted_bytes) {
+        match share::may_take(own, least, loads, CHUNK_BYTES, waiting_bytes) {
             true => Ok(least),
             false => Err(share::end_s(own, least)),
         }
+    }
+
+    /// Bytes that wait and go before what is less urgent than `class`.
+    fn waiting_bytes(&self, class: Class) -> u64 {
+        self.unposted_bytes[..=class as usize].iter().sum()
     }
 
     fn read_max_bytes(&self, book: &RailBook) -> u64 {
@@ -286,15 +310,31 @@ impl Engine {
             key: record.key,
             position: record.position,
             layer: record.layer.clone(),
-            content: record.content,
+            // The rail knows its own content, not what that is part of.
+            content: match self.guards.content {
+                true => self.rails[rail].content.unwrap_or(record.content),
+                false => record.content,
+            },
             range,
             verify: record.verify && self.guards.verify,
+            class: record.class,
             posted_at: now,
         };
         if let Some(request) = self.requests.get_mut(record.request) {
             request.first_post.get_or_insert(now);
         }
-        self.rails[rail].posted(read.bytes(), now);
+        self.rails[rail].posted(read.bytes(), read.class, now);
         read
     }
+}
+
+/// Whether a rail may read for a record: it serves the content, has the record, and no preferred
+/// rail that works does.
+fn may_read(rails: &[RailBook], rail: usize, record: &Record, guards: Guards) -> bool {
+    let own = &rails[rail];
+    if !guards.admit(own.serves(), record.content) || !own.holds(record.key) {
+        return false;
+    }
+    let mut before = rails.iter().filter(|b| b.is_partial() && b.precedes(own));
+    !before.any(|b| b.holds(record.key))
 }

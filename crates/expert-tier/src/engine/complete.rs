@@ -9,7 +9,7 @@ impl Engine {
     pub(super) fn handle_completion(&mut self, now: Instant, rail: RailId, completion: Completion) {
         let Completion { read, result } = completion;
         let bytes = read.bytes();
-        self.rails[rail.0].unposted(bytes);
+        self.rails[rail.0].unposted(bytes, read.class);
         let latency = now.saturating_duration_since(read.posted_at);
         let clock = self.machine.clock;
         let result = result.and_then(|mut landed| {
@@ -121,7 +121,7 @@ impl Engine {
             record.retries.push(read.range);
             if !record.in_retry_queue {
                 record.in_retry_queue = true;
-                self.retry_queue.push_back(handle);
+                self.retry_queues[record.class as usize].push_back(handle);
             }
         }
     }

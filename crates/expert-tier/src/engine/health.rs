@@ -11,12 +11,15 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use expert_wire::Key;
+
 use super::account::RailTime;
 use super::later;
 use super::pace::Pace;
 use super::share::Load;
 use super::table::Handle;
-use crate::config::EngineConfig;
+use crate::config::{Class, EngineConfig};
+use crate::coverage::Holding;
 use crate::rail::{Capabilities, ContentTag, RailKind};
 use crate::stats::{Histogram, RailErrors, RailStats};
 
@@ -61,8 +64,14 @@ pub(super) struct RailBook {
     pub(super) content: Option<ContentTag>,
     pub(super) outstanding_bytes: u64,
     pub(super) outstanding_reads: u64,
-    /// Records whose home this is and that have bytes not yet posted.
-    pub(super) queue: VecDeque<Handle>,
+    /// Those of them that are guesses.
+    prefetch_bytes: u64,
+    prefetch_reads: u64,
+    /// Records whose home this is and that have bytes not yet posted, by class. A record whose
+    /// class changed may still be named by the queue of the old one.
+    pub(super) queues: [VecDeque<Handle>; Class::ALL.len()],
+    /// What `content` is part of, and which of its records it has.
+    holding: Holding,
     /// Grows with each stall that followed another without a READ between them: a path that is slow,
     /// and not dead, must not be torn down for ever.
     stall_patience: u32,
@@ -102,7 +111,10 @@ impl RailBook {
             content: None,
             outstanding_bytes: 0,
             outstanding_reads: 0,
-            queue: VecDeque::new(),
+            prefetch_bytes: 0,
+            prefetch_reads: 0,
+            queues: Default::default(),
+            holding: Holding::default(),
             progress: 0,
             progress_at: now,
             stall_patience: 1,
@@ -175,6 +187,72 @@ impl RailBook {
         self.state = state;
     }
 
+    /// How many bytes more may be posted for requests of a class; `u64::MAX` where one READ may be,
+    /// whatever its size.
+    pub(super) fn room_bytes(&self, class: Class, config: &EngineConfig) -> u64 {
+        let window = self.window_bytes(config);
+        let always = match self.capabilities.whole_records {
+            // A record may be larger than the window: two per lane keep each lane busy.
+            true => 2 * u64::from(self.capabilities.lanes.max(1)),
+            false => 1, // one READ may always be out, however small the window
+        };
+        let room = |limit: u64, bytes: u64, always: u64, reads: u64| match reads < always {
+            true => u64::MAX,
+            false => limit.saturating_sub(bytes),
+        };
+        let all = room(
+            window,
+            self.outstanding_bytes,
+            always,
+            self.outstanding_reads,
+        );
+        match class {
+            Class::Demand | Class::Stream => all,
+            Class::Prefetch => all.min(room(
+                window / 2,
+                self.prefetch_bytes,
+                (always / 2).max(1),
+                self.prefetch_reads,
+            )),
+        }
+    }
+
+    /// What it serves: the whole that its own content is part of.
+    pub(super) fn serves(&self) -> Option<ContentTag> {
+        let own = self.content?;
+        Some(self.holding.whole.unwrap_or(own))
+    }
+
+    /// Whether its content has a record, as far as is known.
+    pub(super) fn holds(&self, key: Key) -> bool {
+        self.holding
+            .held
+            .as_ref()
+            .is_none_or(|held| held.covers(key))
+    }
+
+    /// Whether it works, with the same content as another, and is preferred to it.
+    pub(super) fn precedes(&self, other: &Self) -> bool {
+        let is_before = self.capabilities.rank < other.capabilities.rank;
+        is_before && self.is_up() && self.serves() == other.serves()
+    }
+
+    /// Whether it may lack records.
+    pub(super) fn is_partial(&self) -> bool {
+        self.holding.held.is_some()
+    }
+
+    pub(super) fn set_holding(&mut self, holding: Holding) {
+        if self.holding != holding {
+            self.content_changes += 1;
+            self.holding = holding;
+        }
+    }
+
+    pub(super) fn queued(&self) -> usize {
+        self.queues.iter().map(VecDeque::len).sum()
+    }
+
     pub(super) fn ready(&mut self, content: ContentTag) {
         if !self.is_up() {
             // One that never carried a byte since it went down last is no news.
@@ -220,18 +298,26 @@ impl RailBook {
         });
     }
 
-    pub(super) fn posted(&mut self, bytes: u64, now: Instant) {
+    pub(super) fn posted(&mut self, bytes: u64, class: Class, now: Instant) {
         if self.outstanding_reads == 0 {
             self.progress_at = now;
         }
         self.pace.posted(self.outstanding_reads == 0, now);
         self.outstanding_bytes += bytes;
         self.outstanding_reads += 1;
+        if class == Class::Prefetch {
+            self.prefetch_bytes += bytes;
+            self.prefetch_reads += 1;
+        }
     }
 
-    pub(super) fn unposted(&mut self, bytes: u64) {
+    pub(super) fn unposted(&mut self, bytes: u64, class: Class) {
         self.outstanding_bytes -= bytes;
         self.outstanding_reads -= 1;
+        if class == Class::Prefetch {
+            self.prefetch_bytes -= bytes;
+            self.prefetch_reads -= 1;
+        }
     }
 
     /// A READ did its work: the rail is worth its full trust again.

@@ -42,7 +42,8 @@ use expert_wire::Key;
 use account::{Account, Machine};
 
 use crate::attribution::{LimitCounts, RailNumbers};
-use crate::config::{EngineConfig, OnFailure};
+use crate::config::{Class, EngineConfig, OnFailure};
+use crate::coverage::{Holding, Holdings};
 use crate::rail::{Capabilities, ContentTag, RailEvent, RailId, RailKind, Read, ReadId};
 use crate::stats::{Percentiles, RequestStats, RequestTimes, TierStats};
 #[doc(hidden)]
@@ -55,6 +56,7 @@ use table::Table;
 #[derive(Debug)]
 struct Record {
     request: Handle,
+    class: Class,
     index: usize,
     key: Key,
     position: usize,
@@ -109,13 +111,13 @@ pub struct Engine {
     rails: Vec<RailBook>,
     records: Table<Record>,
     requests: Table<Request>,
-    /// Records that have ranges to post again.
-    retry_queue: VecDeque<Handle>,
+    /// Records that have ranges to post again, by class, as the rails' queues.
+    retry_queues: [VecDeque<Handle>; Class::ALL.len()],
     finished: VecDeque<Finished>,
     actions: VecDeque<Action>,
     inflight_bytes: u64,
-    /// Bytes in the rails' queues: of records under way, not yet split off.
-    unposted_bytes: u64,
+    /// Bytes in the rails' queues, by class: of records under way, not yet split off.
+    unposted_bytes: [u64; Class::ALL.len()],
     /// When a rail that stood back would have been done: then it is asked again at the latest.
     look_again: Option<Instant>,
     machine: Machine,
@@ -125,8 +127,12 @@ pub struct Engine {
     scratch: Vec<(usize, RailNumbers)>,
     /// Records that ended while they were in a queue, since the last sweep; at least as many.
     ended_in_queues: usize,
-    /// Rails of the first rank: a record's home is one of them.
-    homes: Vec<usize>,
+    /// Rails of the first rank.
+    preferred: Vec<usize>,
+    /// What is known of contents that are part of others, or have a part of their records.
+    holdings: Holdings,
+    /// What the tier fetches: it stays so while a rail serves it.
+    current: Option<ContentTag>,
     /// Rank of the rails that READs went to last.
     active_rank: Option<u8>,
     /// Rail that is asked first next time.
@@ -156,7 +162,7 @@ impl Engine {
             "1 to 64 rails"
         );
         let first = rails.iter().map(|b| b.capabilities.rank).min();
-        let homes = (0..rails.len())
+        let preferred = (0..rails.len())
             .filter(|&i| Some(rails[i].capabilities.rank) == first)
             .collect();
         Self {
@@ -164,18 +170,20 @@ impl Engine {
             rails,
             records: Table::new(),
             requests: Table::new(),
-            retry_queue: VecDeque::new(),
+            retry_queues: Default::default(),
             finished: VecDeque::new(),
             actions: VecDeque::new(),
             inflight_bytes: 0,
-            unposted_bytes: 0,
+            unposted_bytes: [0; Class::ALL.len()],
             look_again: None,
             machine: Machine::default(),
             limits: LimitCounts::default(),
             times: RequestTimes::default(),
             scratch: Vec::new(),
             ended_in_queues: 0,
-            homes,
+            preferred,
+            holdings: Holdings::default(),
+            current: None,
             active_rank: None,
             turn: 0,
             jitter: jitter_seed,
@@ -190,14 +198,42 @@ impl Engine {
         self.guards = guards;
     }
 
-    /// Takes a request over, to end by `deadline`.
-    ///
-    /// *Errors*: the orders come back when the in-flight budget is used up; a request alone is
-    /// never too large.
+    /// Tells what a content is part of: its records then count as those of the whole.
+    pub fn learn(&mut self, now: Instant, content: ContentTag, holding: Holding) {
+        self.holdings.insert(content, holding);
+        for i in 0..self.rails.len() {
+            self.look_up_holding(i);
+        }
+        self.check_content(now);
+        self.check_rank();
+    }
+
+    fn look_up_holding(&mut self, rail: usize) {
+        if let Some(content) = self.rails[rail].content {
+            let holding = self.holdings.find(content);
+            self.rails[rail].set_holding(holding);
+        }
+    }
+
+    /// Takes a request over that somebody waits for; see [`Engine::submit_as`].
     pub fn submit(
         &mut self,
         now: Instant,
         deadline: Instant,
+        orders: Vec<Order>,
+    ) -> Result<Handle, (Vec<Order>, Refused)> {
+        self.submit_as(now, deadline, Class::Demand, orders)
+    }
+
+    /// Takes a request over, to end by `deadline`.
+    ///
+    /// *Errors*: the orders come back when the in-flight budget is used up; a request alone is
+    /// never too large.
+    pub fn submit_as(
+        &mut self,
+        now: Instant,
+        deadline: Instant,
+        class: Class,
         orders: Vec<Order>,
     ) -> Result<Handle, (Vec<Order>, Refused)> {
         let bytes: u64 = orders.iter().map(|o| o.landing.image_bytes() as u64).sum();
@@ -212,7 +248,7 @@ impl Engine {
             return Err((orders, refused));
         }
         self.inflight_bytes += bytes;
-        self.unposted_bytes += bytes;
+        self.unposted_bytes[class as usize] += bytes;
         let account = self.open_account(now, bytes, orders.len());
         let request = self.requests.insert(Request {
             deadline,
@@ -226,10 +262,11 @@ impl Engine {
             account,
         });
         for (index, order) in orders.into_iter().enumerate() {
-            let home = self.home(order.key);
+            let home = self.home(order.key, order.content);
             let empty = order.landing.image_bytes() == 0;
             let record = self.records.insert(Record {
                 request,
+                class,
                 index,
                 key: order.key,
                 position: order.position,
@@ -254,7 +291,7 @@ impl Engine {
             if empty {
                 self.commit(now, record);
             } else {
-                self.rails[home].queue.push_back(record);
+                self.rails[home].queues[class as usize].push_back(record);
             }
         }
         if self.requests.get(request).is_some_and(|r| r.open == 0) {
@@ -269,10 +306,51 @@ impl Engine {
         Ok(request)
     }
 
-    /// The rail that a record queues at: `expert % n` over the rails of the first rank, working or
-    /// not, so that a flap does not reshuffle.
-    fn home(&self, key: Key) -> usize {
-        self.homes[key.expert as usize % self.homes.len()]
+    /// The rail that a record queues at: `expert % n` over the most preferred rails that have it,
+    /// working or not, so that a flap does not reshuffle.
+    fn home(&self, key: Key, content: ContentTag) -> usize {
+        let has_it = |book: &RailBook| book.serves() != Some(content) || book.holds(key);
+        let having = self.rails.iter().filter(|b| has_it(b));
+        let rank = having.map(|b| b.capabilities.rank).min();
+        let is_home = |i: &usize| {
+            let book = &self.rails[*i];
+            match rank {
+                Some(rank) => book.capabilities.rank == rank && has_it(book),
+                None => true, // nobody has it: the deadline ends it
+            }
+        };
+        let mut homes = (0..self.rails.len()).filter(is_home);
+        let nth = key.expert as usize % homes.clone().count();
+        homes.nth(nth).expect("fewer than there are")
+    }
+
+    /// Somebody waits now for what was a guess, or a stream.
+    pub fn promote(&mut self, now: Instant, request: Handle, class: Class) {
+        let Some(entry) = self.requests.get(request) else {
+            return;
+        };
+        for handle in entry.members.clone() {
+            let Some(record) = self.records.get_mut(handle) else {
+                continue;
+            };
+            if record.class <= class {
+                continue;
+            }
+            let before = std::mem::replace(&mut record.class, class);
+            let unposted = record.landing.remaining() as u64;
+            self.unposted_bytes[before as usize] -= unposted;
+            self.unposted_bytes[class as usize] += unposted;
+            let (key, content) = (record.key, record.content);
+            let (queued, retried) = (record.queued, record.in_retry_queue);
+            if queued {
+                let home = self.home(key, content);
+                self.rails[home].queues[class as usize].push_back(handle);
+            }
+            if retried {
+                self.retry_queues[class as usize].push_back(handle);
+            }
+        }
+        self.note_times(now);
     }
 
     /// Gives a request up: its unfinished records fail, READs that are posted run out.
@@ -284,7 +362,7 @@ impl Engine {
     /// A rail could not take a READ right now: it goes back to the front.
     pub fn handle_post_refused(&mut self, rail: RailId, read: Read) {
         let now = read.posted_at;
-        self.rails[rail.0].unposted(read.bytes());
+        self.rails[rail.0].unposted(read.bytes(), read.class);
         self.requeue(read);
         self.note_times(now);
     }
@@ -298,6 +376,7 @@ impl Engine {
                 let book = &mut self.rails[rail.0];
                 if matches!(book.state, RailState::Probing | RailState::Up) {
                     book.ready(content);
+                    self.look_up_holding(rail.0);
                     self.check_content(now);
                     self.check_rank();
                 }
@@ -394,10 +473,25 @@ impl Engine {
         self.rails.iter().any(RailBook::is_up)
     }
 
-    /// Content of the first rail that works, else of the first that ever did.
+    /// What the tier fetches: what it did before while a rail serves that, else the content of the
+    /// first rail that works, else of the first that ever did.
     pub fn content(&self) -> Option<ContentTag> {
-        let up = self.rails.iter().filter(|b| b.is_up());
-        up.chain(&self.rails).find_map(|b| b.content)
+        let up = || self.rails.iter().filter(|b| b.is_up());
+        match self.current {
+            Some(current) if up().any(|b| b.serves() == Some(current)) => Some(current),
+            _ => up().chain(&self.rails).find_map(RailBook::serves),
+        }
+    }
+
+    /// Contents that working rails serve on their own account: of which [`Engine::learn`] told
+    /// nothing, and which are not what the tier fetches.
+    pub fn strange_contents(&self) -> impl Iterator<Item = (RailId, ContentTag)> {
+        let current = self.content();
+        self.rails.iter().enumerate().filter_map(move |(i, book)| {
+            let own = book.content.filter(|_| book.is_up())?;
+            let is_strange = Some(own) != current && !self.holdings.knows(own);
+            is_strange.then_some((RailId(i), own))
+        })
     }
 
     /// Changes whenever a request ends or a rail changes state or content.
@@ -495,12 +589,12 @@ impl Engine {
 
     /// Whether a rail of the first rank works.
     pub fn is_preferred_up(&self) -> bool {
-        self.homes.iter().any(|&i| self.rails[i].is_up())
+        self.preferred.iter().any(|&i| self.rails[i].is_up())
     }
 
     /// Whether each rail of the first rank came up or failed to, once.
     pub fn is_settled(&self) -> bool {
-        self.homes.iter().all(|&i| {
+        self.preferred.iter().all(|&i| {
             let book = &self.rails[i];
             book.is_up() || book.errors.probes_failed + book.errors.downs > 0
         })
@@ -517,7 +611,9 @@ impl Engine {
         let users: Vec<Handle> = self
             .records
             .iter()
-            .filter(|(_, r)| r.touched & (1 << rail.0) != 0 || self.home(r.key) == rail.0)
+            .filter(|(_, r)| {
+                r.touched & (1 << rail.0) != 0 || self.home(r.key, r.content) == rail.0
+            })
             .map(|(_, r)| r.request)
             .collect();
         for request in users {
@@ -530,7 +626,7 @@ impl Engine {
     /// known and the deadline bounds the wait.
     fn is_served(&self, content: ContentTag) -> bool {
         let mut up = self.rails.iter().filter(|b| b.is_up()).peekable();
-        up.peek().is_none() || up.any(|b| b.content == Some(content))
+        up.peek().is_none() || up.any(|b| b.serves() == Some(content))
     }
 
     fn check_served(&mut self, now: Instant, record: Handle) {
@@ -545,6 +641,7 @@ impl Engine {
 
     /// Fails the records of a content that no working rail serves any more.
     fn check_content(&mut self, now: Instant) {
+        self.current = self.content();
         let orphans: Vec<Handle> = self
             .records
             .iter()
@@ -600,7 +697,7 @@ impl Engine {
     fn fail_record(&mut self, now: Instant, handle: Handle, failure: Failure) {
         if let Some(record) = self.records.remove(handle) {
             self.counters.failed += 1;
-            self.unposted_bytes -= record.landing.remaining() as u64;
+            self.unposted_bytes[record.class as usize] -= record.landing.remaining() as u64;
             drop(record.retries);
             record.landing.abandon();
             if record.queued || record.in_retry_queue {
@@ -614,15 +711,15 @@ impl Engine {
     /// anything out of them.
     fn sweep(&mut self) {
         self.ended_in_queues += 1;
-        let waiting: usize = self.rails.iter().map(|b| b.queue.len()).sum();
-        if self.ended_in_queues > 64 && 2 * self.ended_in_queues > waiting + self.retry_queue.len()
-        {
+        let waiting: usize = self.rails.iter().map(RailBook::queued).sum();
+        let again: usize = self.retry_queues.iter().map(VecDeque::len).sum();
+        if self.ended_in_queues > 64 && 2 * self.ended_in_queues > waiting + again {
             self.ended_in_queues = 0;
             let records = &self.records;
-            for book in &mut self.rails {
-                book.queue.retain(|&h| records.get(h).is_some());
+            let queues = self.rails.iter_mut().flat_map(|b| &mut b.queues);
+            for queue in queues.chain(&mut self.retry_queues) {
+                queue.retain(|&h| records.get(h).is_some());
             }
-            self.retry_queue.retain(|&h| records.get(h).is_some());
         }
     }
 

@@ -1,6 +1,8 @@
 //! The engine under a hand-driven clock and rails that do exactly what the test says.
 
+mod classes;
 mod labels;
+mod parts;
 mod walk;
 
 use std::collections::BTreeMap;
@@ -576,7 +578,7 @@ fn queues_do_not_grow_while_the_rail_is_away() {
         bench.engine.cancel(bench.now, request);
         bench.finished();
     }
-    let waiting = bench.engine.rails[0].queue.len() + bench.engine.retry_queue.len();
+    let waiting = bench.engine.rails[0].queued() + bench.engine.retry_queues[0].len();
     assert!(waiting < 300, "{waiting}");
 }
 

@@ -176,7 +176,7 @@ impl Live {
     fn fetch(&self, time: Duration, meanwhile: impl FnOnce(&Self)) -> Finished {
         let orders = make_orders(&self.objects, &self.arena, &self.setup, &[0]).unwrap();
         let deadline = Instant::now() + time;
-        let ticket = self.driver.submit(orders, deadline);
+        let ticket = self.driver.submit(orders, crate::Class::Demand, deadline);
         std::thread::sleep(Duration::from_millis(20));
         meanwhile(self);
         match ticket.wait(deadline, Duration::from_secs(20)) {

@@ -328,7 +328,7 @@ impl Bench {
             Self::Real(driver) => {
                 let began = Instant::now();
                 let deadline = began + patience;
-                let ticket = driver.submit(orders, deadline);
+                let ticket = driver.submit(orders, crate::Class::Demand, deadline);
                 match ticket.wait(deadline, Duration::from_secs(5)) {
                     Outcome::Finished(finished) => Ok((finished, began.elapsed())),
                     Outcome::Refused(refused) => Err(TierError::Backpressure {

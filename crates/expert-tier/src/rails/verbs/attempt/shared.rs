@@ -9,6 +9,7 @@ use expert_store::Layer;
 use expert_wire::Key;
 
 use super::LayerSlot;
+use crate::config::Class;
 use crate::notify::Notifier;
 use crate::rail::{Completion, ContentTag, Landed, RailEvent, Read, ReadError, ReadId};
 use crate::sync::lock;
@@ -90,6 +91,7 @@ pub(in crate::rails::verbs) struct Token {
     layer: Arc<Layer>,
     content: ContentTag,
     verify: bool,
+    class: Class,
     posted_at: Instant,
     /// Layer and position in the peer's catalogue; `None` for v1.
     pub(super) peer: Option<(Arc<Layer>, usize)>,
@@ -107,6 +109,7 @@ impl Token {
             layer: read.layer,
             content: read.content,
             verify: read.verify,
+            class: read.class,
             posted_at: read.posted_at,
             peer,
         };
@@ -122,6 +125,7 @@ impl Token {
             content: self.content,
             range,
             verify: self.verify,
+            class: self.class,
             posted_at: self.posted_at,
         }
     }
