@@ -12,7 +12,7 @@
 //! tier owns engine and rails. *Cleanup*: dropping a tier cancels what is under way, gives every
 //! READ's memory back, and ends its threads within seconds.
 //!
-//! Not here: device ordering (`stream` other than 0), eviction, printing, exit codes.
+//! Not here: device ordering (`stream` other than 0), printing, exit codes.
 #![forbid(unsafe_code)]
 
 pub mod attribution;
@@ -25,6 +25,7 @@ mod driver;
 pub mod engine;
 pub mod env;
 pub mod error;
+pub mod eviction;
 pub mod mock;
 pub mod model;
 mod notify;
@@ -40,6 +41,7 @@ mod view;
 pub use config::{Class, Deadline, EngineConfig, OnFailure, Policy, Verify};
 pub use core::{BatchResult, Pending};
 pub use error::TierError;
+pub use eviction::{Eviction, EvictionPolicy};
 pub use rails::verbs::{RailSlot, RailsWanted, VerbsOptions};
 pub use record::Record;
 pub use tier::{ExpertTier, PosixTier, RdmaTier, TierBuilder, TierKind, largest_image_bytes};
