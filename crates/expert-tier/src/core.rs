@@ -313,6 +313,7 @@ impl Pending {
                     lease: committed.lease,
                     layer: layer.clone(),
                     position: *position,
+                    content: self.content.0,
                     verified: committed.verified,
                     took: committed.took,
                 })

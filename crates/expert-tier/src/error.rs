@@ -162,6 +162,38 @@ pub enum TierError {
         /// What was asked for.
         key: Key,
     },
+    /// More records at once than the arena has slots for.
+    #[error(
+        "{asked} records asked for at once, there are {slots} slots for them; walk through them in waves, or use a larger arena"
+    )]
+    TooManyAtOnce {
+        /// Records.
+        asked: usize,
+        /// Slots.
+        slots: usize,
+    },
+    /// Nothing more arrived on a ticket in time; the rest is still under way.
+    #[error("nothing arrived within {waited:?}: {missing} of {asked} records are under way")]
+    NotYet {
+        /// How long the call waited.
+        waited: Duration,
+        /// Records that have not arrived.
+        missing: usize,
+        /// Records of the ticket.
+        asked: usize,
+    },
+    /// Callers ask for more and more without waiting.
+    #[error(
+        "{asked} records asked for while {under_way} of at most {limit} are wanted; retry when some have arrived"
+    )]
+    TooManyUnderWay {
+        /// Records of this call.
+        asked: usize,
+        /// Records wanted and not in memory.
+        under_way: usize,
+        /// The limit.
+        limit: usize,
+    },
     /// Too much is under way.
     #[error(
         "{asked} bytes asked for while {inflight} of at most {limit} are in flight; retry when requests have ended"
@@ -188,6 +220,8 @@ impl TierError {
             | Self::Unavailable { .. }
             | Self::Deadline { .. }
             | Self::RailFailed { .. }
+            | Self::NotYet { .. }
+            | Self::TooManyUnderWay { .. }
             | Self::Backpressure { .. } => true,
             Self::Handshake { source, .. } => source.is_retryable(),
             _ => false,
@@ -196,6 +230,49 @@ impl TierError {
 
     /// Whether the caller should slow down.
     pub fn is_backpressure(&self) -> bool {
-        matches!(self, Self::Backpressure { .. })
+        matches!(
+            self,
+            Self::Backpressure { .. } | Self::TooManyUnderWay { .. }
+        )
+    }
+
+    /// The same once more, for another caller who waits for the same record. What cannot be copied
+    /// keeps its words.
+    pub(crate) fn repeat(&self, key: Key) -> Self {
+        match self {
+            Self::NoSuchRecord { key, why } => Self::NoSuchRecord {
+                key: *key,
+                why: why.clone(),
+            },
+            Self::IdentityExpert { key } => Self::IdentityExpert { key: *key },
+            Self::Checksum { key, bad } => Self::Checksum {
+                key: *key,
+                bad: *bad,
+            },
+            Self::WrongRecord { key, why } => Self::WrongRecord {
+                key: *key,
+                why: why.clone(),
+            },
+            Self::Refused { key, why } => Self::Refused {
+                key: *key,
+                why: why.clone(),
+            },
+            Self::ContentChanged { key } => Self::ContentChanged { key: *key },
+            Self::Deadline { key, waited, why } => Self::Deadline {
+                key: *key,
+                waited: *waited,
+                why: why.clone(),
+            },
+            Self::RailFailed { key, why } => Self::RailFailed {
+                key: *key,
+                why: why.clone(),
+            },
+            Self::Cancelled { key } => Self::Cancelled { key: *key },
+            Self::ShutDown => Self::ShutDown,
+            other => Self::Unavailable {
+                key,
+                why: other.to_string(),
+            },
+        }
     }
 }

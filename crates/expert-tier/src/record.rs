@@ -7,6 +7,8 @@ use expert_arena::{Lease, Residency};
 use expert_store::catalogue::{Class, Layer, Leaf};
 use expert_wire::Key;
 
+use crate::rail::ContentTag;
+
 /// A record in memory. Its slot is not reused while this lives.
 ///
 /// *Shapes and units*: the bytes are the record image of `docs/store.md`: leaves in canonical
@@ -17,6 +19,7 @@ pub struct Record {
     pub(crate) lease: Lease,
     pub(crate) layer: Arc<Layer>,
     pub(crate) position: usize,
+    pub(crate) content: ContentTag,
     pub(crate) verified: bool,
     pub(crate) took: Duration,
 }
@@ -42,6 +45,11 @@ impl Record {
         let leaf = self.class().leaves.get(index)?;
         let start = leaf.image_offset as usize;
         Some((leaf, &self.bytes()[start..start + leaf.bytes as usize]))
+    }
+
+    /// What it is a record of.
+    pub fn content(&self) -> ContentTag {
+        self.content
     }
 
     /// Whether its checksums were compared at this fetch.
