@@ -101,6 +101,53 @@ pub trait ExpertTier: Send + Sync {
     fn healthy(&self) -> bool;
 }
 
+impl<T: ExpertTier + ?Sized> ExpertTier for Box<T> {
+    fn fetch(&self, key: Key, slot: SlotId, stream: u64) -> Result<Record, TierError> {
+        (**self).fetch(key, slot, stream)
+    }
+
+    fn fetch_many(
+        &self,
+        batch: &[(Key, SlotId)],
+        stream: u64,
+    ) -> Result<Vec<Result<Record, TierError>>, TierError> {
+        (**self).fetch_many(batch, stream)
+    }
+
+    fn submit_as(
+        &self,
+        batch: &[(Key, SlotId)],
+        class: Class,
+        time: Option<Duration>,
+    ) -> Result<Pending, TierError> {
+        (**self).submit_as(batch, class, time)
+    }
+
+    fn find(&self, key: Key, time: Duration) -> Result<(Arc<Layer>, usize), TierError> {
+        (**self).find(key, time)
+    }
+
+    fn arena(&self) -> &Arc<ExpertArena> {
+        (**self).arena()
+    }
+
+    fn info(&self) -> StoreInfo {
+        (**self).info()
+    }
+
+    fn stats(&self) -> TierStats {
+        (**self).stats()
+    }
+
+    fn kind(&self) -> TierKind {
+        (**self).kind()
+    }
+
+    fn healthy(&self) -> bool {
+        (**self).healthy()
+    }
+}
+
 /// How a tier is made; each method replaces a default.
 #[derive(Debug)]
 pub struct TierBuilder {
