@@ -297,10 +297,10 @@ impl Engine {
         if self.requests.get(request).is_some_and(|r| r.open == 0) {
             self.finish(now, request);
         }
-        if let Some(entry) = self.requests.get(request) {
-            for record in entry.members.clone() {
-                self.check_served(now, record);
-            }
+        let mut i = 0;
+        while let Some(record) = self.member(request, i) {
+            self.check_served(now, record);
+            i += 1;
         }
         self.note_times(now);
         Ok(request)
@@ -724,12 +724,16 @@ impl Engine {
     }
 
     fn fail_request(&mut self, now: Instant, request: Handle, failure: &Failure) {
-        let Some(entry) = self.requests.get(request) else {
-            return;
-        };
-        for record in entry.members.clone() {
+        let mut i = 0;
+        while let Some(record) = self.member(request, i) {
             self.fail_record(now, record, failure.clone());
+            i += 1;
         }
+    }
+
+    /// A record of a request, ended or not; `None` once the request has ended.
+    fn member(&self, request: Handle, index: usize) -> Option<Handle> {
+        self.requests.get(request)?.members.get(index).copied()
     }
 
     fn resolve(
