@@ -16,6 +16,7 @@ use crate::engine::{Committed, Failure, Order, later};
 use crate::error::TierError;
 use crate::rail::ContentTag;
 use crate::record::Record;
+use crate::replan;
 use crate::stats::{RequestStats, TierStats};
 use crate::sync::lock;
 use crate::view::View;
@@ -34,6 +35,9 @@ pub(crate) struct Core {
     view: RwLock<Arc<View>>,
     refresh: Refresh,
     verify: Verify,
+    /// Whether records whose content changed are fetched once more.
+    replans: bool,
+    replanned: AtomicU64,
     seen: Arc<Mutex<Seen>>,
     deadline: Deadline,
     /// Bytes of batches under way: they are ahead of a new one in the queue.
@@ -55,11 +59,22 @@ impl Core {
             view: RwLock::new(Arc::new(view)),
             refresh,
             verify,
+            replans: false,
+            replanned: AtomicU64::new(0),
             seen: Arc::default(),
             deadline,
             inflight_bytes: Arc::default(),
             arena,
         }
+    }
+
+    pub(crate) fn replan_changed(mut self, replans: bool) -> Self {
+        self.replans = replans;
+        self
+    }
+
+    pub(crate) fn note_replanned(&self, records: u64) {
+        self.replanned.fetch_add(records, Ordering::Relaxed);
     }
 
     pub(crate) fn arena(&self) -> &Arc<ExpertArena> {
@@ -71,7 +86,10 @@ impl Core {
     }
 
     pub(crate) fn stats(&self) -> TierStats {
-        self.driver.stats()
+        TierStats {
+            replanned: self.replanned.load(Ordering::Relaxed),
+            ..self.driver.stats()
+        }
     }
 
     pub(crate) fn info(&self) -> StoreInfo {
@@ -86,7 +104,7 @@ impl Core {
     }
 
     /// The view of what the rails serve now; read again where they changed.
-    fn current_view(&self, limit: Instant) -> Result<Arc<View>, TierError> {
+    pub(crate) fn current_view(&self, limit: Instant) -> Result<Arc<View>, TierError> {
         let view = self.view();
         match self.driver.content() {
             Some(content) if content != view.tag => {
@@ -154,6 +172,18 @@ impl Core {
 
     pub(crate) fn find(&self, key: Key, limit: Instant) -> Result<(Arc<Layer>, usize), TierError> {
         self.current_view(limit)?.find(key, limit)
+    }
+
+    /// Submits and waits; records whose content changed under way are fetched once more, where
+    /// that was asked for.
+    pub(crate) fn fetch(&self, batch: &[(Key, SlotId)]) -> Result<BatchResult, TierError> {
+        let pending = self.submit(batch, Class::Demand, None)?;
+        let deadline = pending.deadline;
+        let mut result = pending.wait()?;
+        if self.replans {
+            replan::fetch_again(self, batch, deadline, &mut result);
+        }
+        Ok(result)
     }
 
     fn check_slot(&self, key: Key, slot: SlotId, need: u64) -> Result<(), TierError> {

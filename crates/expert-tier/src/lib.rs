@@ -32,6 +32,7 @@ mod notify;
 pub mod rail;
 mod rails;
 mod record;
+mod replan;
 pub mod sim;
 pub mod stats;
 pub mod streamer;

@@ -47,11 +47,6 @@ impl Record {
         Some((leaf, &self.bytes()[start..start + leaf.bytes as usize]))
     }
 
-    /// What it is a record of.
-    pub fn content(&self) -> ContentTag {
-        self.content
-    }
-
     /// Whether its checksums were compared at this fetch.
     pub fn is_verified(&self) -> bool {
         self.verified
@@ -65,6 +60,11 @@ impl Record {
     /// Layout and checksums of its layer.
     pub fn layer(&self) -> &Arc<Layer> {
         &self.layer
+    }
+
+    /// What it belongs to: equal for records of one content, and for no others.
+    pub fn content(&self) -> ContentTag {
+        self.content
     }
 
     /// The lease below.

@@ -191,6 +191,8 @@ pub struct TierStats {
     pub takeovers: u64,
     /// Requests refused with back-pressure.
     pub backpressure: u64,
+    /// Records fetched once more because their content had changed under way.
+    pub replanned: u64,
     /// Requests by what limited them.
     pub limits: LimitCounts,
     /// Per request, from submission to the first READ posted.

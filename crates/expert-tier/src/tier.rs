@@ -157,6 +157,7 @@ pub struct TierBuilder {
     streams: u32,
     protocol: Protocol,
     expect_content_id: Option<u128>,
+    replan_changed: bool,
     connect_timeout: Duration,
     stall: Duration,
     verbs: Option<VerbsOptions>,
@@ -173,6 +174,7 @@ impl Default for TierBuilder {
             streams: 2,
             protocol: Protocol::Best,
             expect_content_id: None,
+            replan_changed: false,
             connect_timeout: Duration::from_secs(5),
             // TCP repeats a lost segment after 200 ms at the earliest, and again after 400: only
             // a pause beyond both says that the path is dead. (A queue pair is judged at 200 ms.)
@@ -221,6 +223,18 @@ impl TierBuilder {
     /// The model to insist on; also after the peer changed its store.
     pub fn expect_content_id(mut self, id: Option<u128>) -> Self {
         self.expect_content_id = id;
+        self
+    }
+
+    /// Whether a record of [`ExpertTier::fetch`] and [`ExpertTier::fetch_many`] whose content
+    /// changed while it was under way is fetched once more, from the new content, into the same slot and before the same deadline; default no: it fails with
+    /// [`TierError::ContentChanged`].
+    ///
+    /// No record is ever mixed, but those of one batch may then come from two contents:
+    /// [`Record::content`] tells which. What the new content does not have, and what is not the
+    /// model insisted on, fails as without this.
+    pub fn replan_changed(mut self, replan: bool) -> Self {
+        self.replan_changed = replan;
         self
     }
 
@@ -332,7 +346,8 @@ impl TierBuilder {
                 self.verify,
                 self.deadline,
                 arena,
-            ),
+            )
+            .replan_changed(self.replan_changed),
             kind,
             takeovers,
         })
@@ -449,7 +464,8 @@ impl TierBuilder {
                 self.verify,
                 self.deadline,
                 arena,
-            ),
+            )
+            .replan_changed(self.replan_changed),
             kind: TierKind::Posix,
             takeovers: 0,
         })
@@ -567,7 +583,7 @@ macro_rules! tier {
                 if stream != 0 {
                     return Err(TierError::UnsupportedStream { stream });
                 }
-                Ok(self.core.submit(batch, Class::Demand, None)?.wait()?.0)
+                Ok(self.core.fetch(batch)?.0)
             }
 
             fn submit_as(

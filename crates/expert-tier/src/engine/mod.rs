@@ -546,6 +546,7 @@ impl Engine {
             fallbacks: self.counters.fallbacks,
             takeovers: self.counters.takeovers,
             backpressure: self.counters.backpressure,
+            replanned: 0, // above the engine
             limits: self.limits,
             queue: Percentiles::from(&self.times.queue),
             wire: Percentiles::from(&self.times.wire),
