@@ -10,7 +10,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use allocation_counter::measure;
-use common::{Catalogue, Hand};
+use common::{Catalogue, Hand, Numbers};
+use expert_store::Key;
 use expert_store::catalogue::CHUNK_BYTES;
 use expert_tier::EngineConfig;
 use expert_tier::rail::Read;
@@ -59,13 +60,13 @@ fn config() -> EngineConfig {
 }
 
 fn read_ns(rails: usize) -> f64 {
-    let catalogue = Arc::new(Catalogue::new(64, 16));
+    let catalogue = Arc::new(Catalogue::new(64, 16 * CHUNK_BYTES));
     let mut hand = Hand::new(rails, config(), &catalogue, BATCH, false);
     let mut numbers = Numbers(1);
     median(|| {
         let (mut reads, mut spent) = (0, Duration::ZERO);
         for _ in 0..200 {
-            let orders = hand.orders(numbers.keys(&catalogue));
+            let orders = hand.orders(keys(&mut numbers, &catalogue));
             let began = cpu_time();
             hand.submit(orders);
             reads += hand.run();
@@ -78,14 +79,14 @@ fn read_ns(rails: usize) -> f64 {
 }
 
 fn request_ns(records: u32) -> f64 {
-    let catalogue = Arc::new(Catalogue::new(records, 1));
+    let catalogue = Arc::new(Catalogue::new(records, CHUNK_BYTES));
     let mut hand = Hand::new(2, config(), &catalogue, BATCH, false);
     let mut numbers = Numbers(2);
     median(|| {
         let requests = 2000;
         let began = cpu_time();
         for _ in 0..requests {
-            let orders = hand.orders(numbers.keys(&catalogue));
+            let orders = hand.orders(keys(&mut numbers, &catalogue));
             hand.submit(orders);
             hand.run();
             drop(hand.finished());
@@ -96,7 +97,7 @@ fn request_ns(records: u32) -> f64 {
 
 /// READs in flight, and bytes that the engine holds for each.
 fn bytes_in_flight() -> (u64, f64) {
-    let catalogue = Arc::new(Catalogue::new(64, 64));
+    let catalogue = Arc::new(Catalogue::new(64, 64 * CHUNK_BYTES));
     let all_at_once = EngineConfig {
         window_bytes: u64::MAX,
         adapt_window: false,
@@ -105,7 +106,7 @@ fn bytes_in_flight() -> (u64, f64) {
     let mut hand = Hand::new(2, all_at_once, &catalogue, BATCH, false);
     let mut reads = 0;
     let counted = measure(|| {
-        let orders = hand.orders(Numbers(3).keys(&catalogue));
+        let orders = hand.orders(keys(&mut Numbers(3), &catalogue));
         hand.submit(orders);
         reads = hand.post();
     });
@@ -114,20 +115,8 @@ fn bytes_in_flight() -> (u64, f64) {
     (reads, counted.bytes_current as f64 / reads as f64)
 }
 
-/// Numbers that look random and are the same in every run (splitmix64).
-struct Numbers(u64);
-
-impl Numbers {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn keys(&mut self, catalogue: &Catalogue) -> [expert_store::Key; BATCH as usize] {
-        std::array::from_fn(|_| catalogue.key(self.next()))
-    }
+fn keys(numbers: &mut Numbers, catalogue: &Catalogue) -> [Key; BATCH as usize] {
+    std::array::from_fn(|_| catalogue.key(numbers.next()))
 }
 
 /// Of some rounds after one that warms up.

@@ -17,7 +17,7 @@ const REQUESTS: u64 = 10;
 
 /// Allocations of so many requests of the same shape, after as many that warmed the engine up.
 fn allocations(rails: usize, policy: Policy, records: u32, chunks: u64) -> (u64, u64) {
-    let catalogue = Arc::new(Catalogue::new(64, chunks));
+    let catalogue = Arc::new(Catalogue::new(64, chunks * CHUNK_BYTES));
     let config = EngineConfig {
         policy,
         read_bytes: CHUNK_BYTES,

@@ -1,10 +1,7 @@
-//! An engine with rails that do what they are told at once: for what the engine itself costs.
+//! What the tests and the benchmark of the engine share: records to fetch, and [`Hand`], an engine with
+//! rails that do what they are told at once.
 
-#![allow(
-    dead_code,
-    unreachable_pub,
-    reason = "each user takes a part; nothing of it is public"
-)]
+#![allow(dead_code, reason = "each user takes a part")]
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,7 +18,8 @@ use expert_tier::rail::{
 };
 use xxhash_rust::xxh3::xxh3_64;
 
-const TAG: ContentTag = ContentTag {
+/// The content that is served where a test says nothing else.
+pub(crate) const TAG: ContentTag = ContentTag {
     id: 7,
     instance: None,
 };
@@ -29,44 +27,75 @@ const TAG: ContentTag = ContentTag {
 /// Between two completions: a fast network's, so that the engine sees rates and plans with them.
 const STEP: Duration = Duration::from_micros(20);
 
-/// What is fetched: layers of experts, each record of that many chunks, all with the same bytes.
-pub struct Catalogue {
-    pub layers: Vec<Arc<Layer>>,
+/// Distance of two images in the common buffer: prime, so that no two look alike at any offset.
+const IMAGE_DISTANCE: usize = 1009;
+
+/// What is fetched: layers of experts, all records of one size; no two experts have the same bytes,
+/// nor have two contents.
+pub(crate) struct Catalogue {
+    pub(crate) layers: Vec<Arc<Layer>>,
     experts: u32,
-    image: Vec<u8>,
+    image_bytes: usize,
+    bytes: Vec<u8>,
 }
 
 impl Catalogue {
-    /// `records` of them, 1000 to a layer.
-    pub fn new(records: u32, chunks: u64) -> Self {
-        let bytes = chunks * CHUNK_BYTES;
-        let image: Vec<u8> = (0..bytes).map(|at| (at ^ (at >> 8)) as u8).collect();
-        let sums: Vec<u64> = image.chunks(CHUNK_BYTES as usize).map(xxh3_64).collect();
+    /// `records` of them, 1000 to a layer, of `record_bytes` each.
+    pub(crate) fn new(records: u32, record_bytes: u64) -> Self {
         let experts = records.min(1000);
+        let class = class(record_bytes);
+        let image_bytes = class.image_bytes as usize;
+        // Twice as many windows as experts: see `image`.
+        let mut random = Numbers(0x00c0_ffee);
+        let bytes = image_bytes + 2 * experts as usize * IMAGE_DISTANCE;
+        let mut catalogue = Self {
+            layers: Vec::new(),
+            experts,
+            image_bytes,
+            bytes: std::iter::repeat_with(|| random.next().to_le_bytes())
+                .take(bytes.div_ceil(8))
+                .flatten()
+                .collect(),
+        };
+        let sums: Vec<u64> = (0..experts)
+            .flat_map(|expert| catalogue.image(TAG, expert).chunks(CHUNK_BYTES as usize))
+            .map(xxh3_64)
+            .collect();
         let layer = |layer| {
             let made = Layer::new(
                 layer,
                 layer,
                 experts,
                 0,
-                vec![class(bytes)],
+                vec![class.clone()],
                 (0..experts).collect(),
                 vec![],
                 Records::Remote,
-                Some(sums.repeat(experts as usize)),
+                Some(sums.clone()),
                 vec![],
             );
             Arc::new(made.expect("a sound layer"))
         };
-        Self {
-            layers: (0..records.div_ceil(experts)).map(layer).collect(),
-            experts,
-            image,
-        }
+        catalogue.layers = (0..records.div_ceil(experts)).map(layer).collect();
+        catalogue
+    }
+
+    /// Bytes of each record's image.
+    pub(crate) fn image_bytes(&self) -> usize {
+        self.image_bytes
+    }
+
+    /// The image of an expert's record; layers do not differ.
+    pub(crate) fn image(&self, content: ContentTag, expert: u32) -> &[u8] {
+        let window = match content == TAG {
+            true => expert,
+            false => self.experts + expert,
+        };
+        &self.bytes[window as usize * IMAGE_DISTANCE..][..self.image_bytes]
     }
 
     /// The record of a number; every number has one.
-    pub fn key(&self, number: u64) -> Key {
+    pub(crate) fn key(&self, number: u64) -> Key {
         let layer = number / u64::from(self.experts) % self.layers.len() as u64;
         Key::new(layer as u32, (number % u64::from(self.experts)) as u32)
     }
@@ -89,8 +118,8 @@ fn class(bytes: u64) -> Class {
 }
 
 /// See the module.
-pub struct Hand {
-    pub engine: Engine,
+pub(crate) struct Hand {
+    pub(crate) engine: Engine,
     catalogue: Arc<Catalogue>,
     arena: Arc<ExpertArena>,
     verify: bool,
@@ -102,7 +131,7 @@ pub struct Hand {
 
 impl Hand {
     /// Rails that are up, and slots for `slots` records at a time.
-    pub fn new(
+    pub(crate) fn new(
         rails: usize,
         config: EngineConfig,
         catalogue: &Arc<Catalogue>,
@@ -110,7 +139,7 @@ impl Hand {
         verify: bool,
     ) -> Self {
         let now = Instant::now();
-        let image_bytes = catalogue.image.len();
+        let image_bytes = catalogue.image_bytes();
         let memory = ForeignMemory::heap(slots as usize * image_bytes).expect("memory");
         // Full poison, the default with debug assertions, would be all that is seen.
         let arena = ArenaBuilder::new()
@@ -146,11 +175,11 @@ impl Hand {
     }
 
     /// Orders for these records, in slots from 0 on; what a caller prepares.
-    pub fn orders(&self, keys: impl IntoIterator<Item = Key>) -> Vec<Order> {
+    pub(crate) fn orders(&self, keys: impl IntoIterator<Item = Key>) -> Vec<Order> {
         let order = |(slot, key): (u32, Key)| {
             let layer = &self.catalogue.layers[key.layer as usize];
             let slot = SlotId { slab: 0, slot };
-            let bytes = self.catalogue.image.len();
+            let bytes = self.catalogue.image_bytes();
             Order {
                 key,
                 position: layer.position(key.expert).expect("held"),
@@ -163,14 +192,14 @@ impl Hand {
         (0..).zip(keys).map(order).collect()
     }
 
-    pub fn submit(&mut self, orders: Vec<Order>) {
+    pub(crate) fn submit(&mut self, orders: Vec<Order>) {
         let deadline = self.now + Duration::from_secs(60);
         let submitted = self.engine.submit(self.now, deadline, orders);
         submitted.expect("admitted");
     }
 
     /// Posts what the windows allow; the number of READs.
-    pub fn post(&mut self) -> u64 {
+    pub(crate) fn post(&mut self) -> u64 {
         let before = self.held.len();
         while let Some(posted) = self.engine.next_post(self.now) {
             self.held.push(posted);
@@ -180,12 +209,12 @@ impl Hand {
 
     /// Lets everything that is posted land, one READ after the other; with its bytes, where they
     /// are compared.
-    pub fn land(&mut self) {
+    pub(crate) fn land(&mut self) {
         while let Some((rail, mut read)) = self.held.pop() {
             if self.verify {
                 let from = read.range.offset();
-                let bytes = &self.catalogue.image[from..from + read.range.len()];
-                read.range.write(0, bytes);
+                let image = self.catalogue.image(TAG, read.key.expert);
+                read.range.write(0, &image[from..from + read.range.len()]);
             }
             self.now += STEP;
             let result = Ok(Landed::default());
@@ -196,7 +225,7 @@ impl Hand {
     }
 
     /// What a driver does between two rounds.
-    pub fn tick(&mut self) {
+    pub(crate) fn tick(&mut self) {
         // Something moved since the last time, on every rail.
         self.rounds += 1;
         let progress = self.rounds;
@@ -206,7 +235,7 @@ impl Hand {
     }
 
     /// Until nothing is left to post; the number of READs.
-    pub fn run(&mut self) -> u64 {
+    pub(crate) fn run(&mut self) -> u64 {
         let mut reads = 0;
         loop {
             let posted = self.post();
@@ -219,9 +248,21 @@ impl Hand {
         }
     }
 
-    pub fn finished(&mut self) -> Finished {
+    pub(crate) fn finished(&mut self) -> Finished {
         let finished = self.engine.poll_finished().expect("the request ended");
         assert!(finished.is_complete(), "{finished:?}");
         finished
+    }
+}
+
+/// Numbers that look random and are the same in every run (splitmix64).
+pub(crate) struct Numbers(pub(crate) u64);
+
+impl Numbers {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
     }
 }
