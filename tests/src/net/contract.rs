@@ -261,6 +261,76 @@ pub fn expired_batch_ends_with_the_deadlines_error(backend: Backend) {
     assert_all_right(&*tier, &rig.records, slots);
 }
 
+/// A batch that ran out of time changes nothing that can be read: what is leased stays, what made room is gone for good,
+/// and no slot holds a record that was not there before.
+pub fn timeout_changes_nothing_that_is_readable(backend: Backend) {
+    let rig = Rig::new(backend);
+    let tier = rig.tier(3);
+    let keys = rig.keys();
+    let kept = tier.fetch(keys[0], slot(0), 0).expect("a record");
+    let cached = tier
+        .fetch(keys[1], slot(1), 0)
+        .map(|record| record.residency())
+        .expect("a record");
+    assert!(tier.arena().lease(&cached).is_ok());
+    let late = [(keys[2], slot(2)), (keys[3], slot(1))];
+    let pending = tier.submit(&late, Some(Duration::ZERO)).expect("a batch");
+    for record in pending.wait().expect("an end").0 {
+        let error = record.expect_err("no time");
+        assert!(matches!(error, TierError::Deadline { .. }), "{error}");
+    }
+    assert_right(&kept, &rig.records);
+    assert_eq!(tier.arena().stats().leases, 1);
+    wait_until("no READ is out", || unsettled(tier.arena()) == 0);
+    // Late bytes, if there were any, made no record either.
+    assert_right(&kept, &rig.records);
+    assert!(tier.arena().lease(&kept.residency()).is_ok());
+    let stale = tier.arena().lease(&cached);
+    assert!(matches!(stale, Err(ArenaError::StaleResidency { .. })));
+    assert_eq!(tier.arena().stats().free, 2);
+    for record in tier.fetch_many(&late, 0).expect("a batch") {
+        assert_right(&record.expect("a record"), &rig.records);
+    }
+}
+
+/// A batch of nothing is done when it is asked for.
+pub fn empty_batch_is_done_at_once(backend: Backend) {
+    let rig = Rig::new(backend);
+    let tier = rig.tier(1);
+    assert!(tier.fetch_many(&[], 0).expect("a batch").is_empty());
+    let pending = tier.submit(&[], Some(Duration::ZERO)).expect("a batch");
+    let (records, stats) = pending.wait().expect("an end");
+    assert_eq!((records.len(), stats.bytes, stats.reads), (0, 0, 0));
+    assert_eq!(tier.arena().stats().free, 1);
+    assert_all_right(&*tier, &rig.records, 1);
+}
+
+/// Records that are smaller than a chunk, and records and leaves whose sizes are no multiple of anything.
+pub fn records_of_odd_sizes_equal_the_source(backend: Backend) {
+    // Leaves of 2 * 7 * 13 bytes; and of 2 * 401 * 331, which is more than a chunk and no multiple of 4.
+    for (hidden, inter) in [(13, 7), (401, 331)] {
+        let odd = Sizes {
+            hidden,
+            inter,
+            ..Sizes::V1
+        };
+        // Scales of blocks of sixteen are what v1 has.
+        let blocks = Sizes {
+            hidden: 16 * hidden,
+            inter: 16 * inter.min(37),
+            ..Sizes::V1
+        };
+        let model = match backend.is_v1() {
+            true => Model::nvfp4(blocks),
+            false => Model::bf16(odd),
+        };
+        let rig = Rig::of(backend, model);
+        let tier = rig.tier(8);
+        assert_all_right(&*tier, &rig.records, 3);
+        assert_all_right(&*tier, &rig.records, 8);
+    }
+}
+
 /// A tier that is dropped with requests under way is gone within seconds, and its memory with it.
 pub fn tier_dropped_with_requests_under_way_frees_its_memory(backend: Backend) {
     let rig = Rig::new(backend);
