@@ -205,6 +205,14 @@ fn text(summary: &Summary) -> String {
             ),
         ),
         (
+            "unverified",
+            format!(
+                "{} of them as the policy has it, {} with damage that nobody looked for",
+                grouped(report.unverified),
+                grouped(report.damaged)
+            ),
+        ),
+        (
             "READs",
             format!(
                 "{}, {} of them without their bytes",

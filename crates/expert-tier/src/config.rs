@@ -51,7 +51,9 @@ pub enum Verify {
     /// At each fetch.
     #[default]
     Always,
-    /// At the first fetch of each record of one content.
+    /// At the first fetch of each record of one content, and again in requests made after any rail
+    /// was away or changed its content: the same id may then stand for bytes that went bad
+    /// meanwhile. What goes wrong with later fetches, on the way or at the peer, is not noticed.
     First,
     /// Never.
     Off,

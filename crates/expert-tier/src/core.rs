@@ -1,6 +1,5 @@
 //! What all tiers share: from keys and slots to orders, from finished requests to records.
 
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
@@ -17,6 +16,7 @@ use crate::error::TierError;
 use crate::rail::ContentTag;
 use crate::record::Record;
 use crate::replan;
+use crate::seen::{Run, Seen};
 use crate::stats::{RequestStats, TierStats};
 use crate::sync::lock;
 use crate::view::View;
@@ -213,41 +213,6 @@ impl Core {
 
     fn must_verify(&self, content: Run, key: Key) -> bool {
         self.verify != Verify::First || !lock(&self.seen).contains(content, key)
-    }
-}
-
-/// A content and the run of the rails that serves it: after a reconnect the same id may stand for
-/// bytes that went bad meanwhile.
-type Run = (ContentTag, u64);
-
-/// Records compared once, for [`Verify::First`]: a bit per expert of each layer of one content.
-#[derive(Debug, Default)]
-struct Seen {
-    content: Option<Run>,
-    layers: HashMap<u32, Vec<u64>>,
-}
-
-impl Seen {
-    fn contains(&self, content: Run, key: Key) -> bool {
-        let bits = self.layers.get(&key.layer);
-        let word = bits.and_then(|bits| bits.get(key.expert as usize / 64));
-        self.content == Some(content) && word.is_some_and(|w| w >> (key.expert % 64) & 1 == 1)
-    }
-
-    fn insert(&mut self, content: Run, key: Key) {
-        if self.content.is_some_and(|(_, run)| run > content.1) {
-            return; // a batch that ended late
-        }
-        if self.content != Some(content) {
-            self.layers.clear();
-            self.content = Some(content);
-        }
-        let bits = self.layers.entry(key.layer).or_default();
-        let word = key.expert as usize / 64;
-        if bits.len() <= word {
-            bits.resize(word + 1, 0);
-        }
-        bits[word] |= 1 << (key.expert % 64);
     }
 }
 

@@ -33,6 +33,7 @@ pub mod rail;
 mod rails;
 mod record;
 mod replan;
+mod seen;
 pub mod sim;
 pub mod stats;
 pub mod streamer;

@@ -250,6 +250,11 @@ impl MockRail {
         self.armed.clear();
     }
 
+    /// What the next READ posted will meet.
+    pub fn next_fault(&self) -> Option<ReadFault> {
+        self.armed.front().copied()
+    }
+
     /// The peer serves other content from now on: the remote keys of the old one are revoked.
     pub fn switch_content(&mut self, content: ContentTag) {
         if self.content == content {

@@ -74,3 +74,10 @@ pub enum ReadFault {
     /// The peer cannot read its file now.
     Unavailable,
 }
+
+impl ReadFault {
+    /// Whether wrong bytes are in memory although the completion says success.
+    pub fn is_damage(self) -> bool {
+        matches!(self, Self::Corrupt | Self::Short)
+    }
+}

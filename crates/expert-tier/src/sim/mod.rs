@@ -7,7 +7,8 @@
 //! ```
 //!
 //! Checked at every step: what is committed is exactly the record of the content asked for, what
-//! is leased does not change, every request ends by its deadline plus [`TICK`] and for a reason
+//! is leased does not change, checksums are compared exactly when [`Verify`](crate::Verify) says so
+//! and wrong bytes are found only where they were not (and a fault put them there), every request ends by its deadline plus [`TICK`] and for a reason
 //! that exists, windows hold, no slot is leased and landing at once. At the end, when faults are
 //! over: a last batch arrives whole, all rails can be quiesced, no slot is left over, and the
 //! engine's counters say what happened. One seed always gives the same run.
@@ -70,6 +71,10 @@ pub struct SimReport {
     pub failed: u64,
     /// Bytes committed and compared.
     pub bytes: u64,
+    /// Records committed without a look at their checksums, as the policy of the run has it.
+    pub unverified: u64,
+    /// Those of them with wrong bytes, each of which a fault put there.
+    pub damaged: u64,
     /// READs that came back.
     pub reads: u64,
     /// READs that came back without their bytes while someone waited for them.
@@ -93,6 +98,8 @@ impl SimReport {
         self.records += other.records;
         self.failed += other.failed;
         self.bytes += other.bytes;
+        self.unverified += other.unverified;
+        self.damaged += other.damaged;
         self.reads += other.reads;
         self.retries += other.retries;
         for (kind, count) in &other.faults {

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::contents::{LEAF_BYTES, VERSIONS};
-use crate::config::{EngineConfig, OnFailure, Policy};
+use crate::config::{EngineConfig, OnFailure, Policy, Verify};
 use crate::mock::rng::SplitMix;
 use crate::mock::{MockSpec, ReadFault, Verifies};
 use crate::rail::Capabilities;
@@ -20,7 +20,7 @@ pub(super) struct Plan {
     /// Layers that are asked for.
     pub(super) layers: Vec<u32>,
     pub(super) slots: u32,
-    pub(super) verify: bool,
+    pub(super) verify: Verify,
     /// From the start of the run.
     pub(super) submits: Vec<Duration>,
     pub(super) faults: Vec<(Duration, Fault)>,
@@ -108,7 +108,11 @@ impl Plan {
                 .map(|_| rng.index(LEAF_BYTES.len()) as u32)
                 .collect(),
             slots: rng.between(2, 10) as u32,
-            verify: rng.percent(70),
+            verify: match rng.below(10) {
+                0..=5 => Verify::Always,
+                6 | 7 => Verify::First,
+                _ => Verify::Off,
+            },
             submits: Vec::new(),
             faults: Vec::new(),
         };
@@ -165,8 +169,6 @@ impl Plan {
                 rail,
                 fault: ReadFault::Unavailable,
             },
-            // Without checksums nobody could notice wrong bytes of a rail that says all is well.
-            _ if !self.verify => return,
             _ => {
                 let fault = *rng.pick(&[ReadFault::Corrupt, ReadFault::Short]);
                 for _ in 0..rng.between(1, 3) {

@@ -25,6 +25,10 @@ fn no_rule_is_broken_in_some_hundred_seeds() {
     }
     // A simulation in which nothing happens proves nothing.
     assert!(all.records > 1000 && all.failed > 100, "{all:?}");
+    // Neither do policies without anything to tell apart.
+    let verified = all.records - all.unverified;
+    assert!(verified > 1000 && all.unverified > 1000, "{all:?}");
+    assert!(all.damaged > 10, "{all:?}");
     assert_eq!(all.faults.len(), 8, "{all:?}");
 }
 

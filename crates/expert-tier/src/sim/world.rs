@@ -2,12 +2,12 @@
 
 mod oracle;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use expert_arena::{
-    ArenaBuilder, ArenaError, ExpertArena, ForeignMemory, Landing, Lease, Poison, Residency,
+    ArenaBuilder, ArenaError, ExpertArena, ForeignMemory, Landing, Lease, Poison, Residency, SlotId,
 };
 use expert_wire::Key;
 
@@ -15,10 +15,12 @@ use super::contents::{Contents, EXPERTS, Source, tag, version};
 use super::plan::{Fault, Plan};
 use super::trace::Trace;
 use super::{SimConfig, SimReport, TICK};
+use crate::config::Verify;
 use crate::engine::{Action, Engine, Handle, Order};
 use crate::mock::rng::SplitMix;
 use crate::mock::{MockRail, ReadFault};
 use crate::rail::{Rail, RailEvent, RailId};
+use crate::seen::{Run, Seen};
 use oracle::check_bytes;
 
 /// Rounds after which a run is taken for one that turns in circles: the busiest seen take a tenth.
@@ -46,7 +48,10 @@ struct Held {
 
 struct Open {
     keys: Vec<Key>,
+    /// Whether the checksums of each are to be compared.
+    verify: Vec<bool>,
     version: usize,
+    run: Run,
     deadline: Instant,
     cancel_at: Option<Instant>,
     is_cancelled: bool,
@@ -65,6 +70,12 @@ pub(super) struct World {
     arena: Arc<ExpertArena>,
     open: BTreeMap<Handle, Open>,
     held: Vec<Held>,
+    /// As a tier remembers what was compared.
+    seen: Seen,
+    /// The oracle's own memory of that: everything that was ever committed compared.
+    compared: HashSet<(Run, Key)>,
+    /// Slots that a READ put wrong bytes into, since their present record began to land.
+    damaged: HashSet<SlotId>,
     /// Nobody holds them; they may be leased again, or their slots be reused.
     cached: Vec<(Residency, Resident)>,
     next_submit: usize,
@@ -121,6 +132,9 @@ impl World {
             quiescing: Vec::new(),
             open: BTreeMap::new(),
             held: Vec::new(),
+            seen: Seen::default(),
+            compared: HashSet::new(),
+            damaged: HashSet::new(),
             cached: Vec::new(),
             next_submit: 0,
             next_fault: 0,
@@ -311,11 +325,18 @@ impl World {
                 break;
             };
             let (key, offset, bytes) = (read.key, read.range.offset(), read.bytes());
+            let slot = read.range.slot();
+            let fault = self.rails[rail.0].next_fault();
             match self.rails[rail.0].post(read) {
-                Ok(()) => note(
-                    self,
-                    format_args!("post {key} at {offset}+{bytes} on rail{}", rail.0),
-                ),
+                Ok(()) => {
+                    if fault.is_some_and(ReadFault::is_damage) {
+                        self.damaged.insert(slot);
+                    }
+                    note(
+                        self,
+                        format_args!("post {key} at {offset}+{bytes} on rail{}", rail.0),
+                    );
+                }
                 Err(read) => {
                     refusals += 1;
                     self.engine.handle_post_refused(rail, *read);
@@ -371,23 +392,31 @@ impl World {
             _ => return Err(format!("no rail is up: {}", self.engine.describe_rails())),
         };
         let count = self.rng.between(1, 6);
-        let mut keys = Vec::new();
+        let run = (content, self.engine.rails_revision());
+        let (mut keys, mut verify) = (Vec::new(), Vec::new());
         let mut orders = Vec::new();
         for _ in 0..count {
             let key = Key::new(*self.rng.pick(&self.plan.layers), self.draw_expert());
             let Some(landing) = self.make_room(Contents::all().image_bytes(key.layer))? else {
                 break;
             };
+            self.damaged.remove(&landing.slot());
             keys.push(key);
+            verify.push(match self.plan.verify {
+                Verify::Always => true,
+                Verify::First => !self.seen.contains(run, key),
+                Verify::Off => false,
+            });
             orders.push(Order {
                 key,
                 position: key.expert as usize,
                 layer: Contents::all().layer(version(content), key.layer).clone(),
                 content,
                 landing,
-                verify: self.plan.verify,
+                verify: *verify.last().expect("just pushed"),
             });
         }
+        self.check_verify(&keys, &verify, run)?;
         let time = match is_calm {
             true => CALM,
             false => self.rng.duration(20_000, 5_000_000),
@@ -403,7 +432,9 @@ impl World {
                 );
                 let open = Open {
                     keys,
+                    verify,
                     version: version(content),
+                    run,
                     deadline,
                     cancel_at,
                     is_cancelled: false,

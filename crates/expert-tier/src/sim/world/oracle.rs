@@ -4,9 +4,10 @@ use expert_arena::{Lease, SlotState};
 use expert_wire::Key;
 
 use super::{Checked, Contents, Open, Resident, World, note};
-use crate::config::OnFailure;
+use crate::config::{OnFailure, Verify};
 use crate::engine::{Committed, Failure, Finished};
 use crate::rail::Rail;
+use crate::seen::Run;
 use crate::sim::TICK;
 use crate::stats::RailErrors;
 
@@ -20,16 +21,17 @@ impl World {
         if finished.records.len() != open.keys.len() {
             return Err(format!("{request:?} lost records"));
         }
-        for (&key, record) in open.keys.iter().zip(finished.records) {
+        let orders = open.keys.iter().zip(&open.verify);
+        for ((&key, &verify), record) in orders.zip(finished.records) {
             match record {
                 Ok(committed) => {
                     note(self, format_args!("{key} of {request:?} is committed"));
-                    self.check_committed(key, &open, committed)?;
+                    self.check_committed(key, verify, &open, committed)?;
                 }
                 Err(failure) => {
                     note(self, format_args!("{key} of {request:?}: {failure:?}"));
                     self.report.failed += 1;
-                    self.check_failure(&open, &failure)
+                    self.check_failure(verify, &open, &failure)
                         .map_err(|why| format!("{key} failed with {failure:?}, but {why}"))?;
                 }
             }
@@ -37,27 +39,74 @@ impl World {
         Ok(())
     }
 
-    fn check_committed(&mut self, key: Key, open: &Open, committed: Committed) -> Checked {
+    fn check_committed(
+        &mut self,
+        key: Key,
+        verify: bool,
+        open: &Open,
+        committed: Committed,
+    ) -> Checked {
         let what = Resident {
             key,
             version: open.version,
         };
         self.report.records += 1;
         self.report.bytes += committed.lease.len() as u64;
-        check_bytes(&committed.lease, what, "when it was committed")?;
-        if committed.verified != self.plan.verify {
+        if committed.verified != verify {
             return Err(format!("{key}: verified is {}", committed.verified));
+        }
+        let right = check_bytes(&committed.lease, what, "when it was committed");
+        if committed.verified {
+            right?;
+            self.compared.insert((open.run, key));
+            self.seen.insert(open.run, key);
+        } else {
+            self.report.unverified += 1;
+            if right.is_err() {
+                // Nobody compared them: whoever asked for that takes what the fault left.
+                if !self.damaged.contains(&committed.lease.slot()) {
+                    return right;
+                }
+                self.report.damaged += 1;
+                return self.give_up(committed.lease);
+            }
         }
         self.hold(committed.lease, what);
         Ok(())
     }
 
+    /// Whether checksums are compared when the policy says so, by the oracle's own books: at the
+    /// first fetch of each record of a content in a run of the rails, and at no other.
+    pub(super) fn check_verify(&self, keys: &[Key], verify: &[bool], run: Run) -> Checked {
+        for (&key, &verify) in keys.iter().zip(verify) {
+            let must = match self.plan.verify {
+                Verify::Always => true,
+                Verify::First => !self.compared.contains(&(run, key)),
+                Verify::Off => false,
+            };
+            if verify != must {
+                return Err(format!("{key} of {run:?}: to be compared is {verify}"));
+            }
+        }
+        Ok(())
+    }
+
+    fn give_up(&mut self, lease: Lease) -> Checked {
+        let residency = lease.residency();
+        drop(lease);
+        match self.arena.evict(&residency) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(format!("{residency} is read by nobody known")),
+            Err(other) => Err(other.to_string()),
+        }
+    }
+
     /// A failure needs a cause that the simulation knows of.
-    fn check_failure(&self, open: &Open, failure: &Failure) -> Checked {
+    fn check_failure(&self, verify: bool, open: &Open, failure: &Failure) -> Checked {
         let had = |kinds: &[&str]| kinds.iter().any(|k| self.report.faults.contains_key(k));
         let may_be = match failure {
             _ if open.is_calm => return Err("nothing disturbed it".into()),
-            Failure::Checksum(_) => had(&["corrupt-chunk", "under-delivery"]),
+            Failure::Checksum(_) => verify && had(&["corrupt-chunk", "under-delivery"]),
             Failure::Unavailable(_) => had(&["unavailable"]),
             // Planned for content 0 before anything was known, or for what one of the peers had.
             Failure::ContentChanged => {
@@ -116,17 +165,13 @@ impl World {
         let errors = |cause: fn(&RailErrors) -> u64| -> u64 {
             stats.rails.iter().map(|r| cause(&r.errors_by_cause)).sum()
         };
-        let unverified = match self.plan.verify {
-            true => 0,
-            false => report.records,
-        };
         let pairs = [
             ("requests", stats.requests, report.requests),
             ("records", stats.records, report.records),
             ("failed", stats.failed, report.failed),
             ("bytes", stats.bytes, report.bytes),
             ("back-pressure", stats.backpressure, report.refused),
-            ("unverified", stats.unverified, unverified),
+            ("unverified", stats.unverified, report.unverified),
             ("bytes in flight", in_flight, 0),
             ("open requests", self.engine.open_requests() as u64, 0),
             (
