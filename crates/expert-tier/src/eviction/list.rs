@@ -64,8 +64,8 @@ impl<const N: usize> Lists<N> {
         some(self.ends[list].back)
     }
 
-    /// Puts an entry at the front of a list, out of the one where it was.
-    pub(super) fn to_front(&mut self, list: usize, entry: u32) {
+    /// Puts an entry at the front of a list; it leaves the place where it was.
+    pub(super) fn push_front(&mut self, list: usize, entry: u32) {
         self.unlink(entry);
         let front = self.ends[list].front;
         self.nodes[entry as usize] = Node {

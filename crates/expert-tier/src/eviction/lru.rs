@@ -20,12 +20,12 @@ impl Lru {
 
 impl EvictionPolicy for Lru {
     fn insert(&mut self, entry: u32) {
-        self.lists.to_front(ALL, entry);
+        self.lists.push_front(ALL, entry);
     }
 
     fn touch(&mut self, entry: u32) {
         if self.lists.list_of(entry).is_some() {
-            self.lists.to_front(ALL, entry);
+            self.lists.push_front(ALL, entry);
         }
     }
 

@@ -25,7 +25,7 @@ impl EvictionPolicy for SegmentedLru {
     fn insert(&mut self, entry: u32) {
         match self.lists.list_of(entry) {
             Some(_) => self.touch(entry),
-            None => self.lists.to_front(PROBATION, entry),
+            None => self.lists.push_front(PROBATION, entry),
         }
     }
 
@@ -33,10 +33,10 @@ impl EvictionPolicy for SegmentedLru {
         if self.lists.list_of(entry).is_none() {
             return;
         }
-        self.lists.to_front(PROTECTED, entry);
+        self.lists.push_front(PROTECTED, entry);
         if self.lists.len(PROTECTED) > self.protected_max {
             if let Some(oldest) = self.lists.back(PROTECTED) {
-                self.lists.to_front(PROBATION, oldest);
+                self.lists.push_front(PROBATION, oldest);
             }
         }
     }
