@@ -34,6 +34,7 @@ mod rails;
 mod record;
 mod replan;
 mod seen;
+pub mod replay;
 pub mod sim;
 pub mod stats;
 pub mod streamer;
