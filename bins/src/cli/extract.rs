@@ -1,19 +1,17 @@
 //! `extract`: one record as the checkpoint has it.
 
-use std::fs::{self, File};
-use std::io::{self, BufWriter, Write};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Context;
 use expert_store::{Key, OpenOptions, Store, StoreError, extract};
 use serde::Serialize;
 
 use super::args::{self, MovedArgs, StackArgs};
+use super::new_file::{self, Cancellable};
 use super::output::{self, grouped};
-use super::{UsageError, signals};
+use super::signals;
 
 /// Write one expert's tensors to a file: their bytes as in the checkpoint, gate, up, down, without padding
 #[derive(Debug, clap::Args)]
@@ -73,7 +71,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let to_stdout = args.output == Path::new("-");
     let bytes = match to_stdout {
         true => {
-            let mut out = Cancellable(io::stdout().lock(), cancel);
+            let mut out = Cancellable::new(io::stdout().lock(), cancel);
             let written = extract::extract(&store, key, &mut out);
             match written.and_then(|n| out.flush().map(|()| n).map_err(stdout_error)) {
                 // Whoever read it has seen enough.
@@ -85,7 +83,9 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
                 other => other?,
             }
         }
-        false => write_file(&store, key, args, cancel)?,
+        false => new_file::write(&args.output, args.replace, cancel, |out| {
+            Ok(extract::extract(&store, key, out)?)
+        })?,
     };
     let extracted = describe(&store, key, bytes)?;
     let text = match args.json {
@@ -108,61 +108,6 @@ fn stdout_error(source: io::Error) -> StoreError {
         path: "standard output".into(),
         source,
     }
-}
-
-/// Writes beside the file and renames, so that it is whole or not there.
-fn write_file(
-    store: &Store,
-    key: Key,
-    args: &Args,
-    cancel: Arc<AtomicBool>,
-) -> anyhow::Result<u64> {
-    let path = &args.output;
-    let name = path
-        .file_name()
-        .ok_or_else(|| UsageError(format!("{} is not the name of a file", path.display())))?;
-    let there = || {
-        anyhow::anyhow!(
-            "{} exists already; choose another name, or --replace",
-            path.display()
-        )
-    };
-    match fs::symlink_metadata(path) {
-        Ok(_) if !args.replace => return Err(there()),
-        Ok(m) if !m.is_file() => {
-            anyhow::bail!("{} is no regular file and is not replaced", path.display());
-        }
-        _ => {}
-    }
-    let temporary = path.with_file_name(format!(
-        ".{}.tmp-{}",
-        name.to_string_lossy(),
-        std::process::id()
-    ));
-    let write = || -> anyhow::Result<u64> {
-        let file = File::create_new(&temporary)
-            .with_context(|| format!("creating {}", temporary.display()))?;
-        let mut out = Cancellable(BufWriter::with_capacity(1 << 20, file), cancel);
-        let bytes = extract::extract(store, key, &mut out)?;
-        let failed = || format!("writing {}", path.display());
-        out.flush().with_context(failed)?;
-        out.0.get_ref().sync_all().with_context(failed)?;
-        if args.replace {
-            fs::rename(&temporary, path).with_context(failed)?;
-        } else {
-            // A link, unlike a rename, never takes the place of what appeared meanwhile.
-            match fs::hard_link(&temporary, path) {
-                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(there()),
-                linked => linked.with_context(failed)?,
-            }
-            fs::remove_file(&temporary).with_context(failed)?;
-        }
-        Ok(bytes)
-    };
-    write().inspect_err(|_| {
-        // It may not exist yet; the first error is the one to tell.
-        let _ = fs::remove_file(&temporary);
-    })
 }
 
 fn describe(store: &Store, key: Key, bytes: u64) -> anyhow::Result<Extracted> {
@@ -213,21 +158,4 @@ fn summary(extracted: &Extracted) -> String {
         }
     ));
     out
-}
-
-/// A writer that gives up once an interrupt was asked for.
-struct Cancellable<W>(W, Arc<AtomicBool>);
-
-impl<W: Write> Write for Cancellable<W> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        match self.1.load(Ordering::Relaxed) {
-            // Not `Interrupted`, which `write_all` tries again.
-            true => Err(io::Error::other("interrupted; nothing was left behind")),
-            false => self.0.write(bytes),
-        }
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.0.flush()
-    }
 }

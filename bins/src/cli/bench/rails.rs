@@ -15,6 +15,7 @@ use expert_tier::{EngineConfig, Policy};
 use serde::{Serialize, Serializer};
 
 use super::plot;
+use crate::cli::args::{parse_bytes, parse_rate};
 use crate::cli::output::{self, grouped, human_bytes};
 
 /// Fetch objects over simulated rails: what would one more card bring, and what does this machine reach?
@@ -361,47 +362,4 @@ fn text(report: &Report) -> String {
         ),
     ]));
     out
-}
-
-fn parse_rate(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(rate) if (0.001..=1e6).contains(&rate) => Ok(rate),
-        _ => Err("a rate is a number from 0.001 to 1000000, in MB/s".into()),
-    }
-}
-
-fn parse_bytes(text: &str) -> Result<u64, String> {
-    let units = [("KiB", 10), ("MiB", 20), ("GiB", 30)];
-    let unit = units.iter().find(|(name, _)| text.ends_with(name));
-    let (digits, shift) = match unit {
-        Some((name, shift)) => (&text[..text.len() - name.len()], *shift),
-        None => (text, 0),
-    };
-    let number: Option<u64> = digits.trim().parse().ok();
-    number
-        .and_then(|n| n.checked_mul(1 << shift))
-        .filter(|n| (1..=1 << 34).contains(n))
-        .ok_or_else(|| "a size is 1 byte to 16 GiB: digits, and KiB, MiB or GiB if wanted".into())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sizes_are_read_with_and_without_units() {
-        assert_eq!(parse_bytes("64MiB"), Ok(64 << 20));
-        assert_eq!(parse_bytes("1000"), Ok(1000));
-        for bad in ["", "0", "64MB", "-1", "999999GiB", "1.5MiB"] {
-            assert!(parse_bytes(bad).is_err(), "{bad}");
-        }
-    }
-
-    #[test]
-    fn rates_are_finite_and_above_nothing() {
-        assert_eq!(parse_rate("12.5"), Ok(12.5));
-        for bad in ["", "0", "-1", "nan", "inf", "1e9"] {
-            assert!(parse_rate(bad).is_err(), "{bad}");
-        }
-    }
 }
