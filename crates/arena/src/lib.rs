@@ -27,6 +27,7 @@
 //! | `arena` | the arena, which joins the two |
 //! | `landing`, `range`, `range_io` | images that arrive |
 //! | `lease`, `fence` | images that are read |
+//! | `file_queue`, `windows` | many reads of files at once, through an io_uring |
 //! | `ids`, `error`, `report`, `stats` | names, errors, what people see |
 //! | `detached` | a write that breaks the rules, for the simulation's negative controls |
 //!
@@ -49,6 +50,7 @@ mod builder;
 mod detached;
 mod error;
 mod fence;
+mod file_queue;
 mod foreign;
 mod ids;
 mod landing;
@@ -63,6 +65,7 @@ mod reserve;
 mod slot;
 mod stats;
 mod system;
+mod windows;
 
 pub use arena::ExpertArena;
 pub use builder::ArenaBuilder;
@@ -70,6 +73,7 @@ pub use builder::ArenaBuilder;
 pub use detached::DetachedWriter;
 pub use error::{ArenaError, CommitError};
 pub use fence::{Fence, ReapReport};
+pub use file_queue::{FILE_DEPTH_MAX, FileQueue, FileRead, leaked_windows};
 pub use foreign::ForeignMemory;
 pub use ids::{Generation, Residency, SlotId};
 pub use landing::Landing;

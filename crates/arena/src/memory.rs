@@ -262,7 +262,7 @@ impl Mapping {
     }
 
     /// Binds the mapping and makes every page present.
-    fn make_present(
+    pub(crate) fn make_present(
         &self,
         node: Option<u32>,
         pages: PageKind,
@@ -323,7 +323,19 @@ impl Mapping {
         }
     }
 
-    fn at(&self, offset: usize) -> *mut u8 {
+    /// Leaves the mapping out of processes that are forked from here; where the kernel refuses, they get a copy.
+    pub(crate) fn keep_from_children(&self) {
+        // SAFETY: the range is this mapping; the advice changes nothing in this process.
+        unsafe { libc::madvise(self.base.as_ptr().cast(), self.bytes, libc::MADV_DONTFORK) };
+    }
+
+    /// Bytes mapped.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The address of byte `offset`.
+    pub(crate) fn at(&self, offset: usize) -> *mut u8 {
         debug_assert!(offset <= self.bytes);
         // SAFETY: callers pass offsets inside this mapping, which is one allocation.
         unsafe { self.base.as_ptr().add(offset) }
@@ -456,7 +468,7 @@ fn map_explicit(
 }
 
 /// A mapping of plain pages, with transparent huge pages if they are wanted and there.
-fn map_plain(
+pub(crate) fn map_plain(
     total_bytes: usize,
     wish: HugePages,
     system: &System,
