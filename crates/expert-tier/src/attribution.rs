@@ -426,7 +426,7 @@ fn idle(numbers: &RequestNumbers) -> Option<Limit> {
 fn busiest(numbers: &RequestNumbers) -> Option<Limit> {
     let busy = || numbers.rails.iter().filter(|(_, n)| !n.busy.is_zero());
     let &(rail, n) = busy().max_by_key(|(_, n)| n.busy)?;
-    if n.kind == RailKind::Local {
+    if matches!(n.kind, RailKind::Local | RailKind::Uma) {
         return Some(Limit::Disk {
             rail,
             bytes_per_s: n.bytes_per_s(),

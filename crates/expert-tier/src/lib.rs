@@ -2,7 +2,7 @@
 //! that the bytes are the right ones.
 //!
 //! ```text
-//! RdmaTier, PosixTier ─► core: keys → orders ─► driver thread ─► engine (sans-IO) ─► rails
+//! RdmaTier, UmaTier, PosixTier ─► core: keys → orders ─► driver thread ─► engine (sans-IO) ─► rails
 //! ```
 //!
 //! Start with [`TierBuilder`] and [`ExpertTier`]. Those who add a way to move bytes start with
@@ -46,7 +46,10 @@ pub use config::{Class, Deadline, EngineConfig, OnFailure, Policy, Verify};
 pub use core::{BatchResult, Pending};
 pub use error::TierError;
 pub use eviction::{Eviction, EvictionPolicy};
+pub use rails::uma::{IoMode, IoReport};
 pub use rails::verbs::{RailSlot, RailsWanted, VerbsOptions};
 pub use record::Record;
 pub use streamer::{ExpertLease, ExpertStreamer, StreamerBuilder, Ticket};
-pub use tier::{ExpertTier, PosixTier, RdmaTier, TierBuilder, TierKind, largest_image_bytes};
+pub use tier::{
+    ExpertTier, PosixTier, RdmaTier, TierBuilder, TierKind, UmaTier, largest_image_bytes,
+};

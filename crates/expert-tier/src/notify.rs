@@ -22,12 +22,14 @@ impl Notifier {
         })
     }
 
-    /// Wakes the waiter if it sleeps; what was written before this call is seen by it.
-    pub(crate) fn notify(&self) {
-        if self.sleeping.swap(false, Ordering::SeqCst) {
+    /// Wakes the waiter if it sleeps, and says whether it did; what was written before this call is seen by it.
+    pub(crate) fn notify(&self) -> bool {
+        let sleeps = self.sleeping.swap(false, Ordering::SeqCst);
+        if sleeps {
             // The counter cannot overflow: it is read at each wake-up.
             let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
         }
+        sleeps
     }
 
     /// Announces that the caller is about to sleep. It must look for work once more after this.
@@ -42,13 +44,28 @@ impl Notifier {
 
     /// Sleeps until somebody notifies or the time is over (`None`: no limit).
     pub(crate) fn wait(&self, timeout: Option<Duration>) {
+        self.sleep(&mut [self.poll_fd()], timeout);
+    }
+
+    /// The same, and no longer than until `other` is readable.
+    pub(crate) fn wait_beside(&self, other: BorrowedFd<'_>, timeout: Option<Duration>) {
+        let other = PollFd::from_borrowed_fd(other, PollFlags::IN);
+        self.sleep(&mut [self.poll_fd(), other], timeout);
+    }
+
+    fn poll_fd(&self) -> PollFd<'_> {
+        PollFd::from_borrowed_fd(self.fd.as_fd(), PollFlags::IN)
+    }
+
+    /// Its own descriptor is the first.
+    fn sleep(&self, fds: &mut [PollFd<'_>], timeout: Option<Duration>) {
         let timeout = timeout.map(|t| Timespec {
             tv_sec: t.as_secs().min(3600) as i64,
             tv_nsec: i64::from(t.subsec_nanos()),
         });
-        let mut fds = [PollFd::from_borrowed_fd(self.fd.as_fd(), PollFlags::IN)];
         // An interrupted poll is a wake-up without a reason: the caller's loop looks again.
-        if poll(&mut fds, timeout.as_ref()).is_ok_and(|n| n > 0) {
+        let ready = poll(fds, timeout.as_ref()).is_ok_and(|n| n > 0);
+        if ready && !fds[0].revents().is_empty() {
             let _ = rustix::io::read(&self.fd, &mut [0u8; 8]);
         }
         self.sleeping.store(false, Ordering::SeqCst);

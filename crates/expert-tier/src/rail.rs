@@ -70,8 +70,10 @@ pub enum RailKind {
     Tcp,
     /// The frozen protocol over TCP.
     TcpV1,
-    /// Files of a store on this machine.
+    /// Files of a store on this machine, by plain reads.
     Local,
+    /// Files of a store on this machine, many reads at once.
+    Uma,
     /// One-sided READs of a v2 peer's memory.
     Verbs,
     /// One-sided READs of a v1 peer's memory.

@@ -1,4 +1,6 @@
-//! The tiers that callers use: [`RdmaTier`] over a peer, [`PosixTier`] over a store on this machine.
+//! The tiers that callers use: [`RdmaTier`] over a peer, [`UmaTier`] and [`PosixTier`] over a store on this machine.
+
+mod files;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -18,9 +20,9 @@ use crate::engine::later;
 use crate::error::TierError;
 use crate::notify::Notifier;
 use crate::rail::{ContentTag, Rail};
-use crate::rails::local::LocalRail;
 use crate::rails::socket;
 use crate::rails::tcp::{TcpConfig, TcpRail, v1_tag};
+use crate::rails::uma::{IoReport, IoState};
 use crate::rails::verbs::{
     OwnRail, V1Run, VerbsConfig, VerbsOptions, VerbsRail, find_rails, rails_of_peer,
 };
@@ -35,6 +37,8 @@ pub enum TierKind {
     Rdma,
     /// A peer, by one-sided READs.
     RdmaVerbs,
+    /// Files, many reads at once.
+    Uma,
     /// Files, plainly.
     Posix,
 }
@@ -161,6 +165,9 @@ pub struct TierBuilder {
     connect_timeout: Duration,
     stall: Duration,
     verbs: Option<VerbsOptions>,
+    uma_depth: u32,
+    uma_direct: bool,
+    uma_ring: bool,
 }
 
 impl Default for TierBuilder {
@@ -180,6 +187,10 @@ impl Default for TierBuilder {
             // a pause beyond both says that the path is dead. (A queue pair is judged at 200 ms.)
             stall: Duration::from_secs(1),
             verbs: None,
+            // What a disk needs to be busy is 8 at most; the rest is on its way to the slots meanwhile.
+            uma_depth: 16,
+            uma_direct: true,
+            uma_ring: true,
         }
     }
 }
@@ -257,6 +268,26 @@ impl TierBuilder {
         self
     }
 
+    /// Reads of files under way at once, of all reader threads together ([`TierBuilder::open_uma`]), 1 to 128;
+    /// default 16.
+    pub fn uma_depth(mut self, depth: u32) -> Self {
+        self.uma_depth = depth;
+        self
+    }
+
+    /// Whether files are read past the page cache ([`TierBuilder::open_uma`]); default true. Through it is better
+    /// where the store fits into memory beside everything else.
+    pub fn uma_direct(mut self, direct: bool) -> Self {
+        self.uma_direct = direct;
+        self
+    }
+
+    /// Whether io_uring may be used ([`TierBuilder::open_uma`]); default true.
+    pub fn uma_ring(mut self, ring: bool) -> Self {
+        self.uma_ring = ring;
+        self
+    }
+
     /// Asks a peer what it serves, without an arena: for sizing one.
     pub fn describe(&self, addr: &str) -> Result<StoreInfo, TierError> {
         let limit = later(Instant::now(), self.connect_timeout);
@@ -271,13 +302,7 @@ impl TierBuilder {
     /// the time that the system's resolver takes).
     pub fn connect(self, addr: &str, arena: Arc<ExpertArena>) -> Result<RdmaTier, TierError> {
         let limit = later(Instant::now(), self.connect_timeout);
-        if self.streams == 0 || self.streams > expert_wire::limits::STREAMS_MAX {
-            return Err(TierError::Config(format!(
-                "{} streams, the limits are 1 and {}",
-                self.streams,
-                expert_wire::limits::STREAMS_MAX
-            )));
-        }
+        self.check_streams()?;
         let Met { view, control, v1 } = self.meet(addr, limit)?;
         let notifier = Arc::new(Notifier::new().map_err(no_resources)?);
         let mut rails: Vec<Box<dyn Rail>> = Vec::new();
@@ -437,38 +462,17 @@ impl TierBuilder {
         Ok(rails)
     }
 
-    /// Reads a store on this machine, with records landing in `arena`.
-    ///
-    /// *Errors*: [`TierError::OtherContent`], no threads.
-    pub fn open_posix(
-        self,
-        store: Arc<Store>,
-        arena: Arc<ExpertArena>,
-    ) -> Result<PosixTier, TierError> {
-        let view = View::of_store(&store);
-        check_content(&view, self.expect_content_id)?;
-        let notifier = Arc::new(Notifier::new().map_err(no_resources)?);
-        let rail = LocalRail::new(store.clone(), view.tag, self.streams, notifier.clone())
-            .map_err(no_resources)?;
-        let driver = Driver::start("posix-tier", self.engine, vec![Box::new(rail)], notifier)
-            .map_err(no_resources)?;
-        driver
-            .wait_healthy(later(Instant::now(), self.connect_timeout))
-            .map_err(TierError::Config)?;
-        let refresh = move |_, _| Ok(View::of_store(&store));
-        Ok(PosixTier {
-            core: Core::new(
-                driver,
-                view,
-                Box::new(refresh),
-                self.verify,
-                self.deadline,
-                arena,
-            )
-            .replan_changed(self.replan_changed),
-            kind: TierKind::Posix,
-            takeovers: 0,
-        })
+    fn check_streams(&self) -> Result<u32, TierError> {
+        match self.streams {
+            0 => {}
+            n if n > expert_wire::limits::STREAMS_MAX => {}
+            n => return Ok(n),
+        }
+        Err(TierError::Config(format!(
+            "{} streams, the limits are 1 and {}",
+            self.streams,
+            expert_wire::limits::STREAMS_MAX
+        )))
     }
 
     fn meet(&self, addr: &str, limit: Instant) -> Result<Met, TierError> {
@@ -522,6 +526,21 @@ pub struct RdmaTier {
     kind: TierKind,
     /// Before the driver began: TCP instead of verbs.
     takeovers: u64,
+}
+
+/// Reads a store on this machine past the page cache, many reads at once.
+pub struct UmaTier {
+    core: Core,
+    kind: TierKind,
+    takeovers: u64,
+    io: Arc<IoState>,
+}
+
+impl UmaTier {
+    /// How files are read now: direct reads and io_uring are done without where they are refused.
+    pub fn io(&self) -> IoReport {
+        self.io.report()
+    }
 }
 
 /// Reads a store on this machine with plain reads: the oracle.
@@ -625,4 +644,5 @@ macro_rules! tier {
 }
 
 tier!(RdmaTier);
+tier!(UmaTier);
 tier!(PosixTier);

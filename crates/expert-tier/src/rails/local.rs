@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use expert_store::catalogue::CHUNK_BYTES;
 use expert_store::{Piece, Store, StoreError};
 
+use crate::cpu::WorkClock;
 use crate::notify::Notifier;
 use crate::rail::{
     Capabilities, Completion, ContentTag, Landed, Rail, RailEvent, RailKind, Read, ReadError,
@@ -22,6 +23,7 @@ use crate::sync::lock;
 pub(crate) struct LocalRail {
     name: String,
     lanes: u32,
+    rank: u8,
     content: ContentTag,
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
@@ -34,6 +36,8 @@ struct Shared {
     events: Mutex<Vec<RailEvent>>,
     notifier: Arc<Notifier>,
     progress: AtomicU64,
+    /// Processor time of each reader, nanoseconds.
+    cpu_ns: Vec<AtomicU64>,
 }
 
 #[derive(Default)]
@@ -48,19 +52,23 @@ impl LocalRail {
         store: Arc<Store>,
         content: ContentTag,
         threads: u32,
+        rank: u8,
         notifier: Arc<Notifier>,
     ) -> io::Result<Self> {
+        let lanes = threads.max(1);
         let shared = Arc::new(Shared {
             queue: Mutex::default(),
             work: Condvar::new(),
             events: Mutex::default(),
             notifier,
             progress: AtomicU64::new(0),
+            cpu_ns: (0..lanes).map(|_| AtomicU64::new(0)).collect(),
             store,
         });
         let mut rail = Self {
             name: format!("local:{}", shared.store.path().display()),
-            lanes: threads.max(1),
+            lanes,
+            rank,
             content,
             shared: shared.clone(),
             threads: Vec::new(),
@@ -70,7 +78,7 @@ impl LocalRail {
             rail.threads.push(
                 std::thread::Builder::new()
                     .name(format!("local-reader-{i}"))
-                    .spawn(move || shared.read_until_end())?,
+                    .spawn(move || shared.read_until_end(i as usize))?,
             );
         }
         Ok(rail)
@@ -93,11 +101,15 @@ impl Rail for LocalRail {
             lanes: self.lanes,
             // A disk that does not answer cannot be reset by us: only the request's deadline acts.
             stall: Duration::from_secs(3600),
-            rank: 0,
+            rank: self.rank,
         }
     }
 
     fn post(&mut self, read: Read) -> Result<(), Box<Read>> {
+        if read.content != self.content {
+            self.shared.complete(read, Err(ReadError::ContentChanged));
+            return Ok(());
+        }
         lock(&self.shared.queue).reads.push_back(read);
         self.shared.work.notify_one();
         Ok(())
@@ -109,6 +121,15 @@ impl Rail for LocalRail {
 
     fn progress_bytes(&self) -> u64 {
         self.shared.progress.load(Ordering::Relaxed)
+    }
+
+    fn cpu_time(&self) -> Duration {
+        let sum = self
+            .shared
+            .cpu_ns
+            .iter()
+            .map(|ns| ns.load(Ordering::Relaxed));
+        Duration::from_nanos(sum.sum())
     }
 
     fn begin_probe(&mut self) {
@@ -151,14 +172,17 @@ impl Drop for Busy<'_> {
 }
 
 impl Shared {
-    fn read_until_end(&self) {
+    fn read_until_end(&self, reader: usize) {
+        let clock = WorkClock::of_this_thread();
         let mut queue = lock(&self.queue);
         loop {
             if let Some(mut read) = queue.reads.pop_front() {
                 queue.busy += 1;
                 drop(queue);
                 let busy = Busy(self);
-                let result = self.read(&mut read);
+                let result = read_plainly(&self.store, &mut read, &self.progress);
+                let ns = u64::try_from(clock.time().as_nanos()).unwrap_or(u64::MAX);
+                self.cpu_ns[reader].store(ns, Ordering::Relaxed);
                 self.complete(read, result);
                 drop(busy);
                 queue = lock(&self.queue);
@@ -177,85 +201,88 @@ impl Shared {
         lock(&self.events).push(RailEvent::Completion(Completion { read, result }));
         self.notifier.notify();
     }
+}
 
-    fn read(&self, read: &mut Read) -> Result<Landed, ReadError> {
-        let total = read.range.len();
-        let mut verify_time = Duration::ZERO;
-        let mut at = 0;
-        while at < total {
-            let bytes = (CHUNK_BYTES as usize).min(total - at);
-            self.read_chunk(read, at, bytes)?;
-            self.progress.fetch_add(bytes as u64, Ordering::Relaxed);
-            if read.verify {
-                let start = Instant::now();
-                read.check_chunks(at as u64, bytes as u64)
-                    .map_err(ReadError::Checksum)?;
-                verify_time += start.elapsed();
-            }
-            at += bytes;
+/// Does a READ with `pread`, chunk by chunk, each compared while it is in the cache. `progress` counts what arrives.
+pub(crate) fn read_plainly(
+    store: &Store,
+    read: &mut Read,
+    progress: &AtomicU64,
+) -> Result<Landed, ReadError> {
+    let total = read.range.len();
+    let mut verify_time = Duration::ZERO;
+    let mut at = 0;
+    while at < total {
+        let bytes = (CHUNK_BYTES as usize).min(total - at);
+        read_chunk(store, read, at, bytes)?;
+        progress.fetch_add(bytes as u64, Ordering::Relaxed);
+        if read.verify {
+            let start = Instant::now();
+            read.check_chunks(at as u64, bytes as u64)
+                .map_err(ReadError::Checksum)?;
+            verify_time += start.elapsed();
         }
-        Ok(Landed {
-            verified: read.verify,
-            verify_time,
-        })
+        at += bytes;
     }
+    Ok(Landed {
+        verified: read.verify,
+        verify_time,
+    })
+}
 
-    fn read_chunk(&self, read: &mut Read, at: usize, bytes: usize) -> Result<(), ReadError> {
-        let image_at = (read.range.offset() + at) as u64;
-        let mut to = at;
-        let mut failed: Option<ReadError> = None;
-        let key = read.key;
-        let range = &mut read.range;
-        let planned = self
-            .store
-            .for_each_piece(key, image_at, bytes as u64, &mut |piece| {
-                if failed.is_some() {
-                    return;
-                }
-                match piece {
-                    Piece::Zeros { bytes } => {
-                        range.fill_zero(to, bytes as usize);
-                        to += bytes as usize;
-                    }
-                    Piece::File {
-                        file,
-                        offset,
-                        bytes,
-                    } => {
-                        let file = &self.store.files()[file as usize];
-                        let end = to + bytes as usize;
-                        let mut from = offset;
-                        while to < end {
-                            match range.pread(file.file.as_fd(), to, end - to, from) {
-                                Ok(0) => {
-                                    failed = Some(ReadError::Unavailable(format!(
-                                        "{} ends at {from}: it was truncated",
-                                        file.path.display()
-                                    )));
-                                    return;
-                                }
-                                Ok(n) => {
-                                    to += n;
-                                    from += n as u64;
-                                }
-                                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                                Err(e) => {
-                                    failed = Some(ReadError::Unavailable(format!(
-                                        "reading {}: {e}",
-                                        file.path.display()
-                                    )));
-                                    return;
-                                }
-                            }
+fn read_chunk(store: &Store, read: &mut Read, at: usize, bytes: usize) -> Result<(), ReadError> {
+    let image_at = (read.range.offset() + at) as u64;
+    let mut to = at;
+    let mut failed: Option<ReadError> = None;
+    let key = read.key;
+    let range = &mut read.range;
+    let planned = store.for_each_piece(key, image_at, bytes as u64, &mut |piece| {
+        if failed.is_some() {
+            return;
+        }
+        match piece {
+            Piece::Zeros { bytes } => {
+                range.fill_zero(to, bytes as usize);
+                to += bytes as usize;
+            }
+            Piece::File {
+                file,
+                offset,
+                bytes,
+            } => {
+                let file = &store.files()[file as usize];
+                let end = to + bytes as usize;
+                let mut from = offset;
+                while to < end {
+                    match range.pread(file.file.as_fd(), to, end - to, from) {
+                        Ok(0) => {
+                            failed = Some(ReadError::Unavailable(format!(
+                                "{} ends at {from}: it was truncated",
+                                file.path.display()
+                            )));
+                            return;
+                        }
+                        Ok(n) => {
+                            to += n;
+                            from += n as u64;
+                        }
+                        Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                        Err(e) => {
+                            failed = Some(ReadError::Unavailable(format!(
+                                "reading {}: {e}",
+                                file.path.display()
+                            )));
+                            return;
                         }
                     }
                 }
-            });
-        match (planned, failed) {
-            (Err(e @ StoreError::Io { .. }), _) => Err(ReadError::Unavailable(e.to_string())),
-            (Err(e), _) => Err(ReadError::Refused(e.to_string())),
-            (Ok(()), Some(error)) => Err(error),
-            (Ok(()), None) => Ok(()),
+            }
         }
+    });
+    match (planned, failed) {
+        (Err(e @ StoreError::Io { .. }), _) => Err(ReadError::Unavailable(e.to_string())),
+        (Err(e), _) => Err(ReadError::Refused(e.to_string())),
+        (Ok(()), Some(error)) => Err(error),
+        (Ok(()), None) => Ok(()),
     }
 }

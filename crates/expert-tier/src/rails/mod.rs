@@ -3,4 +3,5 @@
 pub(crate) mod local;
 pub(crate) mod socket;
 pub(crate) mod tcp;
+pub(crate) mod uma;
 pub(crate) mod verbs;
