@@ -12,6 +12,8 @@ atlas_expert_tests::contract_tests!(
     rdma_packed = Backend::RdmaPacked,
     rdma_v1 = Backend::RdmaV1,
     posix = Backend::Posix,
+    uma_in_place = Backend::UmaInPlace,
+    uma_packed = Backend::UmaPacked,
 );
 
 mod zero_experts {
@@ -25,6 +27,11 @@ mod zero_experts {
     #[test]
     fn packed_zero_expert_is_refused_as_what_it_is() {
         contract::zero_expert_is_refused_as_what_it_is(Backend::RdmaPacked);
+    }
+
+    #[test]
+    fn uma_zero_expert_is_refused_as_what_it_is() {
+        contract::zero_expert_is_refused_as_what_it_is(Backend::UmaPacked);
     }
 
     #[test]

@@ -555,11 +555,45 @@ fn wrong_usage_of_fetch_exits_with_2_before_anything_is_fetched() {
     let model = Model::bf16(Sizes::TINY);
     let peer = PeerProcess::start(&model.checkpoint, &[]);
     let addr = peer.addr.to_string();
+    let checkpoint = model.checkpoint.to_str().expect("a path in UTF-8");
     for flags in [
         &["--expert-backend", "rdma"][..],
         &["--expert-backend", "posix"],
         &["--expert-backend", "rdma-verbs"],
-        &["--expert-backend", "uma", "--expert-peer", &addr],
+        &["--expert-backend", "uma"],
+        &[
+            "--expert-backend",
+            "uma",
+            "--store",
+            checkpoint,
+            "--expert-peer",
+            &addr,
+        ],
+        &[
+            "--expert-backend",
+            "uma",
+            "--store",
+            checkpoint,
+            "--io-depth",
+            "0",
+        ],
+        &[
+            "--expert-backend",
+            "uma",
+            "--store",
+            checkpoint,
+            "--io-depth",
+            "129",
+        ],
+        &[
+            "--expert-backend",
+            "posix",
+            "--store",
+            checkpoint,
+            "--io-depth",
+            "8",
+        ],
+        &["--expert-peer", &addr, "--buffered"],
         &["--expert-peer", &addr, "--require-rdma"],
         &["--expert-peer", &addr, "--rail", "rxe0"],
         &[

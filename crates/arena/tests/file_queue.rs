@@ -192,3 +192,14 @@ fn depths_and_sizes_outside_the_limits_are_refused() {
         assert_eq!(error.kind(), ErrorKind::InvalidInput, "{error}");
     }
 }
+
+#[test]
+fn ring_that_does_not_run_is_an_error_and_nothing_is_leaked_with_it() {
+    let file = file_of(b"content");
+    let mut queue = FileQueue::disabled(2, 4096).unwrap();
+    queue.post((), read(&file, 0, 7)).unwrap();
+    let error = queue.submit().unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::EBADFD));
+    drop(queue);
+    assert_eq!(Arc::strong_count(&file), 1, "the kernel never saw it");
+}

@@ -528,6 +528,9 @@ impl Run {
         self.published = self.engine.revision();
         let mut snapshot = lock(&self.control.snapshot);
         snapshot.stats = self.engine.stats();
+        for (stats, rail) in snapshot.stats.rails.iter_mut().zip(&self.rails) {
+            stats.io = rail.io();
+        }
         snapshot.healthy = self.engine.is_healthy();
         snapshot.settled = self.engine.is_settled();
         snapshot.preferred = self.engine.is_preferred_up();

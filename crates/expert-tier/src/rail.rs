@@ -16,6 +16,7 @@ use expert_store::catalogue::{CHUNK_BYTES, Layer};
 use expert_wire::Key;
 
 use crate::config::Class;
+use crate::rails::uma::IoReport;
 
 /// Index of a rail in its tier, in the order of configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -255,6 +256,10 @@ pub trait Rail: Send {
     /// Time that its own threads ran or waited for a processor so far; 0 where it has none, or does not know.
     fn cpu_time(&self) -> Duration {
         Duration::ZERO
+    }
+    /// How it reads files, where it reads them many at once.
+    fn io(&self) -> Option<IoReport> {
+        None
     }
     /// Starts to connect, or to rebuild what is broken; answers by `Ready` or `ProbeFailed`.
     /// Called only when quiesced.

@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use crate::attribution::{Limit, LimitCounts};
 use crate::rail::RailKind;
+use crate::rails::uma::IoReport;
 
 /// Counts durations in buckets that grow by a quarter: percentiles within 12 %, no allocation.
 #[derive(Debug, Clone)]
@@ -118,6 +119,8 @@ pub struct RailStats {
     pub latency_p50_us: u64,
     /// 99th percentile of the same.
     pub latency_p99_us: u64,
+    /// How files are read, where it reads files many at once.
+    pub io: Option<IoReport>,
 }
 
 /// Where the time of one request went.

@@ -23,6 +23,7 @@ pub fn every_record_equals_the_source_files(backend: Backend) {
     assert_all_right(&*tier, &rig.records, 8);
     let kind = match backend {
         Backend::Posix => TierKind::Posix,
+        Backend::UmaInPlace | Backend::UmaPacked => TierKind::Uma,
         backend if backend.is_verbs() => TierKind::RdmaVerbs,
         _ => TierKind::Rdma,
     };

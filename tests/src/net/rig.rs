@@ -27,6 +27,10 @@ pub enum Backend {
     RdmaV1,
     /// Files on this machine.
     Posix,
+    /// The same, many reads at once: a checkpoint where it lies.
+    UmaInPlace,
+    /// The same from a packed store.
+    UmaPacked,
     /// One-sided READs on soft-RoCE, from a checkpoint where it lies: in a guest alone.
     VerbsInPlace,
     /// The same from a packed store.
@@ -39,6 +43,11 @@ impl Backend {
     /// Whether it needs a guest with soft-RoCE devices.
     pub fn is_verbs(self) -> bool {
         matches!(self, Self::VerbsInPlace | Self::VerbsPacked | Self::VerbsV1)
+    }
+
+    /// Whether it reads files on this machine, without a peer.
+    pub fn is_local(self) -> bool {
+        matches!(self, Self::Posix | Self::UmaInPlace | Self::UmaPacked)
     }
 
     /// Whether its peer serves a v1 store to v1 clients.
@@ -76,8 +85,10 @@ impl Rig {
     /// That model behind a backend.
     pub fn of(backend: Backend, model: Model) -> Self {
         let path = match backend {
-            Backend::RdmaInPlace | Backend::VerbsInPlace | Backend::Posix => model.index(),
-            Backend::RdmaPacked | Backend::VerbsPacked => model.pack(),
+            Backend::RdmaInPlace | Backend::VerbsInPlace | Backend::Posix | Backend::UmaInPlace => {
+                model.index()
+            }
+            Backend::RdmaPacked | Backend::VerbsPacked | Backend::UmaPacked => model.pack(),
             Backend::RdmaV1 | Backend::VerbsV1 => model.pack_v1(),
         };
         let records = match backend.is_v1() {
@@ -85,7 +96,7 @@ impl Rig {
             false => model.records(),
         };
         let store = model::open(&path);
-        let peer = (backend != Backend::Posix).then(|| {
+        let peer = (!backend.is_local()).then(|| {
             serve_with(store.clone(), |config| {
                 // By default this depends on where the client is: both ways are tried.
                 config.transfer = match backend {
@@ -135,7 +146,10 @@ impl Rig {
         };
         Ok(match self.addr() {
             Some(addr) => Box::new(builder.connect(&addr.to_string(), arena)?),
-            None => Box::new(builder.open_posix(self.store.clone(), arena)?),
+            None if self.backend == Backend::Posix => {
+                Box::new(builder.open_posix(self.store.clone(), arena)?)
+            }
+            None => Box::new(builder.open_uma(self.store.clone(), arena)?),
         })
     }
 

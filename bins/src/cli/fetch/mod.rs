@@ -46,10 +46,10 @@ pub struct Args {
     /// Keep trying for so long where no peer listens yet, seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=86_400))]
     wait: u32,
-    /// Store or checkpoint to read (posix)
+    /// Store or checkpoint to read (posix, uma)
     #[arg(long, value_name = "PATH")]
     store: Option<PathBuf>,
-    /// The stack to take, by its name prefix (posix, where a checkpoint has several)
+    /// The stack to take, by its name prefix (posix and uma, where a checkpoint has several)
     #[arg(long, value_name = "PREFIX")]
     stack: Option<String>,
     /// MoE layers by dense index, counted from 0 (the end is not included): `0..4` or `0,2,8..12`
@@ -64,7 +64,7 @@ pub struct Args {
     /// Requests under way at once
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     depth: u32,
-    /// TCP connections (rdma) or reader threads (posix)
+    /// TCP connections (rdma) or reader threads (posix, uma)
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     streams: u32,
     /// Fetch N records drawn at random instead of all in order
@@ -103,6 +103,12 @@ pub struct Args {
     /// Memory that the arena leaves to others, GB; default: the larger of 8 GB and 8 %, less on small machines
     #[arg(long, value_name = "GB")]
     reserve_gb: Option<f64>,
+    /// Reads of files under way at once; default 16 (uma)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=128))]
+    io_depth: Option<u32>,
+    /// Read files through the page cache (uma)
+    #[arg(long)]
+    buffered: bool,
     #[command(flatten)]
     verbs: VerbsArgs,
     /// Print JSON, for programs
@@ -132,7 +138,7 @@ enum Backend {
     Rdma,
     /// A peer, by one-sided READs; over TCP while no rail works
     RdmaVerbs,
-    /// This machine's disk, by direct reads (not in this version)
+    /// This machine's disk, by direct reads, many at once
     Uma,
 }
 
@@ -231,27 +237,52 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             .into());
         }
     }
+    if args.expert_backend != Backend::Uma {
+        for (given, flag) in [
+            (args.io_depth.is_some(), "--io-depth"),
+            (args.buffered, "--buffered"),
+        ] {
+            if given {
+                return Err(UsageError(format!(
+                    "{flag} is for --expert-backend uma, this is {}",
+                    args.expert_backend.name()
+                ))
+                .into());
+            }
+        }
+    }
     let (tier, keys): (Box<dyn ExpertTier>, Vec<Key>) = match args.expert_backend {
-        Backend::Posix => {
+        Backend::Posix | Backend::Uma => {
+            let name = args.expert_backend.name();
             if args.expert_peer.is_some() {
-                return Err(UsageError(
-                    "--expert-peer is for --expert-backend rdma; posix reads --store".into(),
-                )
+                return Err(UsageError(format!(
+                    "--expert-peer is for --expert-backend rdma; {name} reads --store"
+                ))
                 .into());
             }
             let path = args
                 .store
                 .as_ref()
-                .ok_or_else(|| UsageError("--expert-backend posix needs --store PATH".into()))?;
+                .ok_or_else(|| UsageError(format!("--expert-backend {name} needs --store PATH")))?;
             let store = Arc::new(open_store(args, path, expect.is_some())?);
             let keys = select_keys(args, store.info())?;
             let arena = make_arena(args, store.info())?;
-            (Box::new(builder.open_posix(store, arena)?), keys)
+            let tier: Box<dyn ExpertTier> = match args.expert_backend {
+                Backend::Posix => Box::new(builder.open_posix(store, arena)?),
+                _ => {
+                    let builder = match args.io_depth {
+                        Some(depth) => builder.uma_depth(depth),
+                        None => builder,
+                    };
+                    Box::new(builder.uma_direct(!args.buffered).open_uma(store, arena)?)
+                }
+            };
+            (tier, keys)
         }
         Backend::Rdma | Backend::RdmaVerbs => {
             if args.store.is_some() || args.stack.is_some() {
                 return Err(UsageError(
-                    "--store and --stack are for --expert-backend posix; a peer was given its own"
+                    "--store and --stack are for --expert-backend posix and uma; a peer was given its own"
                         .into(),
                 )
                 .into());
@@ -273,13 +304,6 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             let keys = select_keys(args, &info)?;
             let arena = make_arena(args, &info)?;
             (Box::new(builder.connect(&addr, arena)?), keys)
-        }
-        Backend::Uma => {
-            return Err(UsageError(format!(
-                "--expert-backend {} is not in this version yet; use rdma or posix",
-                args.expert_backend.name()
-            ))
-            .into());
         }
     };
     let mut fetch = Fetch::new(args, &*tier);

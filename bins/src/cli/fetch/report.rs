@@ -88,6 +88,15 @@ pub(super) fn text(report: &Report, arena: &ExpertArena) -> String {
         ),
         ("content id", report.content_id.clone().unwrap_or_else(none)),
     ]);
+    for rail in &report.rails {
+        if let Some(io) = rail.io {
+            let name = io.mode.name();
+            out.push_str(&match io.fallbacks {
+                0 => format!("reads of files: {name}\n"),
+                n => format!("reads of files: {name}, after {n} refusals by this machine\n"),
+            });
+        }
+    }
     if let Some(digest) = &report.payload_digest {
         // Not aligned: scripts look for this line.
         out.push_str(&format!("payload-digest: {digest}\n"));

@@ -12,6 +12,8 @@ mod mode;
 mod plan;
 mod reader;
 mod shared;
+#[cfg(test)]
+mod tests;
 
 use std::io;
 use std::sync::Arc;
@@ -38,6 +40,9 @@ const IO_BYTES: usize = 512 << 10;
 
 /// Most reads under way at once: what disks have room for in one queue, and 74 MB of windows.
 pub(crate) const DEPTH_MAX: u32 = 128;
+
+/// Most readers without rings: beyond it a disk gains little, and each is a thread.
+const PLAIN_READERS_MAX: u32 = 16;
 
 /// How a rail over files is set up.
 #[derive(Debug, Clone)]
@@ -73,6 +78,17 @@ impl UmaRail {
         content: ContentTag,
         config: &UmaConfig,
         notifier: Arc<Notifier>,
+    ) -> io::Result<Self> {
+        Self::with_queues(store, content, config, notifier, make_queues)
+    }
+
+    /// The same with rings of another origin.
+    fn with_queues(
+        store: Arc<Store>,
+        content: ContentTag,
+        config: &UmaConfig,
+        notifier: Arc<Notifier>,
+        make_queues: impl FnOnce(u32, u32) -> io::Result<Vec<FileQueue<Token>>>,
     ) -> io::Result<Self> {
         let depth = config.depth.clamp(1, DEPTH_MAX);
         let threads = config.threads.clamp(1, depth);
@@ -121,9 +137,6 @@ impl UmaRail {
         self.shared.state.clone()
     }
 }
-
-/// Most readers without rings: beyond it a disk gains little, and each is a thread.
-const PLAIN_READERS_MAX: u32 = 16;
 
 /// A queue for each reader, each with its share of the depth.
 fn make_queues(threads: u32, depth: u32) -> io::Result<Vec<FileQueue<Token>>> {
@@ -185,6 +198,10 @@ impl Rail for UmaRail {
 
     fn cpu_time(&self) -> Duration {
         self.shared.cpu_time()
+    }
+
+    fn io(&self) -> Option<IoReport> {
+        Some(self.shared.state.report())
     }
 
     fn begin_probe(&mut self) {
