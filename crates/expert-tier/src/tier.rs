@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use expert_arena::{ArenaBuilder, ExpertArena, SlotId};
+use expert_store::Layer;
 use expert_store::info::{StoreInfo, hex128};
-use expert_store::{Layer, Store};
 use expert_wire::Key;
 use expert_wire::client::{Outcome, Protocol};
 

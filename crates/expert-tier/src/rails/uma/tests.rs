@@ -95,6 +95,7 @@ impl Rig {
                     content: self.content,
                     range: landing.split(bytes).unwrap(),
                     verify: true,
+                    class: crate::Class::Demand,
                     posted_at: Instant::now(),
                 });
             }
