@@ -7,6 +7,7 @@ atlas_expert_tests::contract_tests!(
     and [
         bytes_counted_are_records_times_their_size_on_both_ends,
         several_streams_carry_one_tier,
+        processor_time_of_a_rails_threads_is_counted,
     ] for
     rdma_in_place = Backend::RdmaInPlace,
     rdma_packed = Backend::RdmaPacked,

@@ -5,7 +5,8 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::time::Duration;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
@@ -42,10 +43,80 @@ impl WorkClock {
     }
 }
 
+/// Work of threads that come and go, added up by themselves.
+#[derive(Debug, Default)]
+pub(crate) struct WorkSum(AtomicU64);
+
+impl WorkSum {
+    pub(crate) fn time(&self) -> Duration {
+        Duration::from_nanos(self.0.load(Ordering::Relaxed))
+    }
+}
+
+/// Between two looks of a thread at its clock: a look is a system call, which is to cost nothing
+/// beside the work that it tells of.
+const LOOK: Duration = Duration::from_micros(500);
+
+/// A thread's part of a [`WorkSum`]; of use to the thread that made it alone.
+#[derive(Debug)]
+pub(crate) struct WorkMeter {
+    clock: WorkClock,
+    told: Duration,
+    looked_at: Instant,
+}
+
+impl WorkMeter {
+    pub(crate) fn of_this_thread() -> Self {
+        Self {
+            clock: WorkClock::of_this_thread(),
+            told: Duration::ZERO,
+            looked_at: Instant::now(),
+        }
+    }
+
+    /// Adds what the thread did since the last time, if that is a while ago.
+    pub(crate) fn tell_now_and_then(&mut self, sum: &WorkSum) {
+        let now = Instant::now();
+        if now.saturating_duration_since(self.looked_at) >= LOOK {
+            self.looked_at = now;
+            self.tell(sum);
+        }
+    }
+
+    /// Adds what the thread did since the last time.
+    pub(crate) fn tell(&mut self, sum: &WorkSum) {
+        let time = self.clock.time();
+        let new = time.saturating_sub(self.told);
+        self.told = time;
+        sum.0.fetch_add(new.as_nanos() as u64, Ordering::Relaxed);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Instant;
+
+    #[test]
+    fn work_of_threads_adds_up_and_stays_when_they_are_gone() {
+        let sum = WorkSum::default();
+        let began = Instant::now();
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    let mut meter = WorkMeter::of_this_thread();
+                    let until = Instant::now() + Duration::from_millis(50);
+                    while Instant::now() < until {
+                        meter.tell_now_and_then(&sum);
+                    }
+                    meter.tell(&sum);
+                });
+            }
+        });
+        let (each, time) = (began.elapsed(), sum.time());
+        // Each worked, or waited for a processor, all the time; nothing is counted twice.
+        assert!(time >= Duration::from_millis(70), "{time:?}");
+        assert!(time <= 2 * each + Duration::from_millis(20), "{time:?}");
+    }
 
     #[test]
     fn work_counts_and_sleep_does_not() {

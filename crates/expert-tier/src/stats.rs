@@ -119,6 +119,9 @@ pub struct RailStats {
     pub latency_p50_us: u64,
     /// 99th percentile of the same.
     pub latency_p99_us: u64,
+    /// Time that its own threads ran or waited for a processor, microseconds; 0 where it has none,
+    /// or does not know.
+    pub cpu_us: u64,
     /// How files are read, where it reads files many at once.
     pub io: Option<IoReport>,
 }

@@ -468,6 +468,31 @@ pub fn bytes_counted_are_records_times_their_size_on_both_ends(backend: Backend)
     }
 }
 
+/// What the threads of a rail work is told of it, so that a request can say that the processor limited it.
+pub fn processor_time_of_a_rails_threads_is_counted(backend: Backend) {
+    const STREAMS: u32 = 2;
+    let rig = Rig::new(backend);
+    let slots = rig.records.len() as u32;
+    let start = Instant::now();
+    let tier = rig
+        .connect(patient().streams(STREAMS), rig.arena(slots))
+        .expect("a tier");
+    let cpu_us = || tier.stats().rails[0].cpu_us;
+    wait_until("the threads worked", || {
+        assert_all_right(&*tier, &rig.records, slots);
+        cpu_us() > 0
+    });
+    let before = cpu_us();
+    wait_until("they worked on", || {
+        assert_all_right(&*tier, &rig.records, slots);
+        cpu_us() > before
+    });
+    // No thread works for longer than it lives, but for the grain of the kernel's count.
+    let most = STREAMS * start.elapsed() + Duration::from_millis(50);
+    let cpu = Duration::from_micros(cpu_us());
+    assert!(cpu <= most, "{cpu:?} of {most:?}");
+}
+
 /// A model that is not the expected one is refused at once; the expected one is not.
 pub fn content_other_than_expected_is_refused(backend: Backend) {
     let rig = Rig::new(backend);

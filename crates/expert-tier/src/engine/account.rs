@@ -44,6 +44,10 @@ impl Span {
 }
 
 impl RailTime {
+    pub(super) fn cpu_us(&self) -> u64 {
+        self.cpu.as_micros() as u64
+    }
+
     /// Something changed: whether READs are posted on the rail, and whether any waits anywhere.
     pub(super) fn set(&mut self, is_busy: bool, is_waited_for: bool, now: Instant) {
         self.busy.set(is_busy, now);

@@ -29,6 +29,7 @@ use expert_wire::v1 as wire_v1;
 use rustix::net::SendFlags;
 
 use super::socket;
+use crate::cpu::{WorkMeter, WorkSum};
 use crate::engine::later;
 use crate::notify::Notifier;
 use crate::rail::{
@@ -72,6 +73,7 @@ struct RailShared {
     events: Mutex<Vec<RailEvent>>,
     notifier: Arc<Notifier>,
     progress: AtomicU64,
+    cpu: WorkSum,
     start: Instant,
 }
 
@@ -129,6 +131,8 @@ struct Lane {
     /// Frames not yet taken by the socket; also keeps writers from interleaving.
     unsent: Mutex<Vec<u8>>,
     outstanding_bytes: AtomicU64,
+    /// Of the lane's thread, which alone takes this.
+    meter: Mutex<Option<WorkMeter>>,
     /// Milliseconds since `RailShared::start` at the last byte, or at the first READ after a pause.
     moved_at_ms: AtomicU64,
 }
@@ -150,6 +154,7 @@ impl TcpRail {
                 events: Mutex::new(Vec::new()),
                 notifier,
                 progress: AtomicU64::new(0),
+                cpu: WorkSum::default(),
                 start: Instant::now(),
             }),
             attempt: None,
@@ -261,6 +266,10 @@ impl Rail for TcpRail {
         self.shared.progress.load(Ordering::Relaxed)
     }
 
+    fn cpu_time(&self) -> Duration {
+        self.shared.cpu.time()
+    }
+
     fn begin_probe(&mut self) {
         let lanes = self.config.streams.max(1) as usize;
         let attempt = Arc::new(Attempt {
@@ -352,6 +361,7 @@ impl Attempt {
             attempt: self,
             index,
         };
+        *lock(&self.lanes[index].meter) = Some(WorkMeter::of_this_thread());
         let why = match self.serve(index, config) {
             Ok(never) => match never {},
             Err(why) => why,
@@ -369,6 +379,9 @@ impl Attempt {
         drop(queue);
         for (_, read) in rest {
             self.complete(index, read, Err(ReadError::Flushed));
+        }
+        if let Some(mut meter) = lock(&self.lanes[index].meter).take() {
+            meter.tell(&self.rail.cpu);
         }
         self.leave();
     }
@@ -409,6 +422,9 @@ impl Attempt {
         // An answer without bytes is a sign of life, too.
         let own = &self.lanes[lane];
         own.moved_at_ms.store(self.rail.now_ms(), Ordering::Relaxed);
+        if let Some(meter) = &mut *lock(&own.meter) {
+            meter.tell_now_and_then(&self.rail.cpu);
+        }
         own.outstanding_bytes
             .fetch_sub(read.bytes(), Ordering::Relaxed);
         self.rail
