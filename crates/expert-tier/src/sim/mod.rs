@@ -8,9 +8,10 @@
 //!
 //! Checked at every step: what is committed is exactly the record of the content asked for, what
 //! is leased does not change, checksums are compared exactly when [`Verify`](crate::Verify) says so
-//! and wrong bytes are found only where they were not (and a fault put them there), every request ends by its deadline plus [`TICK`] and for a reason
-//! that exists, windows hold, no slot is leased and landing at once. At the end, when faults are
-//! over: a last batch arrives whole, all rails can be quiesced, no slot is left over, and the
+//! and wrong bytes are found only where they were not (and a fault put them there), every request
+//! ends by its deadline plus [`TICK`] and for a reason that exists, windows hold, no slot is leased
+//! and landing at once. At the end, when faults are over: a last batch arrives whole, all rails can
+//! be quiesced, no slot is left over, and the
 //! engine's counters say what happened. One seed always gives the same run.
 //!
 //! With [`Guards`] one rule is switched off, to show that its absence would be seen.
