@@ -14,14 +14,17 @@
 //! arena grants only when every byte was split off, verified and given back. A record that fails
 //! drops its [`Landing`]; the slot stays quarantined until the last READ posted for it came back.
 //!
-//! Files: `request` is what goes in and comes out, [`health`] the rail state machine, `assign`
-//! picks the next READ, `share` says how much of the work a rail should take, `account` where a
-//! request's time went, `complete` takes in its end, `table` keeps records and requests, `guards` what the simulation may switch
-//! off, this one ties them together.
+//! Files: `request` is what goes in and comes out, `admit` takes it in, `assign` picks the next READ,
+//! `share` says how much of the work a rail should take, `complete` takes in a READ's end and `end`
+//! a record's and a request's; [`health`] is the rail state machine, `pace` how fast a rail is,
+//! `account` where a request's time went, `table` keeps records and requests, `guards` is what the
+//! simulation may switch off; this one ties them together.
 
 mod account;
+mod admit;
 mod assign;
 mod complete;
+mod end;
 mod guards;
 pub mod health;
 mod pace;
@@ -213,150 +216,6 @@ impl Engine {
             let holding = self.holdings.find(content);
             self.rails[rail].set_holding(holding);
         }
-    }
-
-    /// Takes a request over that somebody waits for; see [`Engine::submit_as`].
-    pub fn submit(
-        &mut self,
-        now: Instant,
-        deadline: Instant,
-        orders: Vec<Order>,
-    ) -> Result<Handle, (Vec<Order>, Refused)> {
-        self.submit_as(now, deadline, Class::Demand, orders)
-    }
-
-    /// Takes a request over, to end by `deadline`.
-    ///
-    /// *Errors*: the orders come back when the in-flight budget is used up; a request alone is
-    /// never too large.
-    pub fn submit_as(
-        &mut self,
-        now: Instant,
-        deadline: Instant,
-        class: Class,
-        orders: Vec<Order>,
-    ) -> Result<Handle, (Vec<Order>, Refused)> {
-        let bytes: u64 = orders.iter().map(|o| o.landing.image_bytes() as u64).sum();
-        let over = self.inflight_bytes.saturating_add(bytes) > self.config.inflight_max_bytes;
-        if over && self.inflight_bytes > 0 {
-            self.counters.backpressure += 1;
-            let refused = Refused {
-                asked: bytes,
-                inflight: self.inflight_bytes,
-                limit: self.config.inflight_max_bytes,
-            };
-            return Err((orders, refused));
-        }
-        self.inflight_bytes += bytes;
-        self.unposted_bytes[class as usize] += bytes;
-        let account = self.open_account(now, bytes, orders.len());
-        let request = self.requests.insert(Request {
-            deadline,
-            bytes,
-            open: orders.len(),
-            results: orders.iter().map(|_| None).collect(),
-            members: Vec::with_capacity(orders.len()),
-            submitted: now,
-            first_post: None,
-            stats: RequestStats::default(),
-            account,
-        });
-        for (index, order) in orders.into_iter().enumerate() {
-            let home = self.home(order.key, order.content);
-            let empty = order.landing.image_bytes() == 0;
-            let record = self.records.insert(Record {
-                request,
-                class,
-                index,
-                key: order.key,
-                position: order.position,
-                layer: order.layer,
-                content: order.content,
-                verify: order.verify,
-                landing: order.landing,
-                retries: Vec::new(),
-                queued: !empty,
-                in_retry_queue: false,
-                landed_bytes: 0,
-                attempts_failed: 0,
-                was_flushed: false,
-                verified: order.verify,
-                touched: 0,
-            });
-            self.requests
-                .get_mut(request)
-                .expect("just inserted")
-                .members
-                .push(record);
-            if empty {
-                self.commit(now, record);
-            } else {
-                self.rails[home].queues[class as usize].push_back(record);
-            }
-        }
-        if self.requests.get(request).is_some_and(|r| r.open == 0) {
-            self.finish(now, request);
-        }
-        let mut i = 0;
-        while let Some(record) = self.member(request, i) {
-            self.check_served(now, record);
-            i += 1;
-        }
-        self.note_times(now);
-        Ok(request)
-    }
-
-    /// The rail that a record queues at: `expert % n` over the most preferred rails that have it,
-    /// working or not, so that a flap does not reshuffle.
-    fn home(&self, key: Key, content: ContentTag) -> usize {
-        let has_it = |book: &RailBook| book.serves() != Some(content) || book.holds(key);
-        let having = self.rails.iter().filter(|b| has_it(b));
-        let rank = having.map(|b| b.capabilities.rank).min();
-        let is_home = |i: &usize| {
-            let book = &self.rails[*i];
-            match rank {
-                Some(rank) => book.capabilities.rank == rank && has_it(book),
-                None => true, // nobody has it: the deadline ends it
-            }
-        };
-        let mut homes = (0..self.rails.len()).filter(is_home);
-        let nth = key.expert as usize % homes.clone().count();
-        homes.nth(nth).expect("fewer than there are")
-    }
-
-    /// Somebody waits now for what was a guess, or a stream.
-    pub fn promote(&mut self, now: Instant, request: Handle, class: Class) {
-        let Some(entry) = self.requests.get(request) else {
-            return;
-        };
-        for handle in entry.members.clone() {
-            let Some(record) = self.records.get_mut(handle) else {
-                continue;
-            };
-            if record.class <= class {
-                continue;
-            }
-            let before = std::mem::replace(&mut record.class, class);
-            let unposted = record.landing.remaining() as u64;
-            self.unposted_bytes[before as usize] -= unposted;
-            self.unposted_bytes[class as usize] += unposted;
-            let (key, content) = (record.key, record.content);
-            let (queued, retried) = (record.queued, record.in_retry_queue);
-            if queued {
-                let home = self.home(key, content);
-                self.rails[home].queues[class as usize].push_back(handle);
-            }
-            if retried {
-                self.retry_queues[class as usize].push_back(handle);
-            }
-        }
-        self.note_times(now);
-    }
-
-    /// Gives a request up: its unfinished records fail, READs that are posted run out.
-    pub fn cancel(&mut self, now: Instant, request: Handle) {
-        self.fail_request(now, request, &Failure::Cancelled);
-        self.note_times(now);
     }
 
     /// A rail could not take a READ right now: it goes back to the front.
@@ -652,131 +511,6 @@ impl Engine {
         for record in orphans {
             self.fail_record(now, record, Failure::ContentChanged);
         }
-    }
-
-    fn commit(&mut self, now: Instant, handle: Handle) {
-        let record = self
-            .records
-            .remove(handle)
-            .expect("only open records commit");
-        let bytes = record.landing.image_bytes() as u64;
-        let verified = record.verified && record.layer.checksums.is_some();
-        let took = self
-            .requests
-            .get(record.request)
-            .map_or(Duration::ZERO, |r| {
-                now.saturating_duration_since(r.submitted)
-            });
-        let result = match record.landing.commit() {
-            Ok(lease) => {
-                self.counters.records += 1;
-                self.counters.bytes += bytes;
-                self.counters.unverified += u64::from(!verified);
-                Ok(Committed {
-                    lease,
-                    verified,
-                    took,
-                })
-            }
-            // The engine counts what the arena counts, so this is a bug of ours; the arena's word
-            // stands and nothing is handed out.
-            Err((_landing, error)) => {
-                debug_assert!(self.guards != Guards::ON, "commit refused: {error}");
-                self.counters.commits_refused += 1;
-                tracing::error!(key = %record.key, "commit refused: {error}");
-                Err(Failure::RailFailed(error.to_string()))
-            }
-        };
-        if result.is_ok() {
-            if let Some(request) = self.requests.get_mut(record.request) {
-                request.stats.bytes += bytes;
-            }
-        }
-        self.resolve(now, record.request, record.index, result);
-    }
-
-    fn fail_record(&mut self, now: Instant, handle: Handle, failure: Failure) {
-        if let Some(record) = self.records.remove(handle) {
-            self.counters.failed += 1;
-            self.unposted_bytes[record.class as usize] -= record.landing.remaining() as u64;
-            drop(record.retries);
-            record.landing.abandon();
-            if record.queued || record.in_retry_queue {
-                self.sweep();
-            }
-            self.resolve(now, record.request, record.index, Err(failure));
-        }
-    }
-
-    /// Takes ended records out of the queues, now and then: while every rail is away nobody takes
-    /// anything out of them.
-    fn sweep(&mut self) {
-        self.ended_in_queues += 1;
-        let waiting: usize = self.rails.iter().map(RailBook::queued).sum();
-        let again: usize = self.retry_queues.iter().map(VecDeque::len).sum();
-        if self.ended_in_queues > 64 && 2 * self.ended_in_queues > waiting + again {
-            self.ended_in_queues = 0;
-            let records = &self.records;
-            let queues = self.rails.iter_mut().flat_map(|b| &mut b.queues);
-            for queue in queues.chain(&mut self.retry_queues) {
-                queue.retain(|&h| records.get(h).is_some());
-            }
-        }
-    }
-
-    fn fail_request(&mut self, now: Instant, request: Handle, failure: &Failure) {
-        let mut i = 0;
-        while let Some(record) = self.member(request, i) {
-            self.fail_record(now, record, failure.clone());
-            i += 1;
-        }
-    }
-
-    /// A record of a request, ended or not; `None` once the request has ended.
-    fn member(&self, request: Handle, index: usize) -> Option<Handle> {
-        self.requests.get(request)?.members.get(index).copied()
-    }
-
-    fn resolve(
-        &mut self,
-        now: Instant,
-        request: Handle,
-        index: usize,
-        result: Result<Committed, Failure>,
-    ) {
-        let Some(entry) = self.requests.get_mut(request) else {
-            return;
-        };
-        if entry.results[index].replace(result).is_none() {
-            entry.open -= 1;
-        }
-        if entry.open == 0 && entry.members.len() == entry.results.len() {
-            self.finish(now, request);
-        }
-    }
-
-    fn finish(&mut self, now: Instant, request: Handle) {
-        let Some(entry) = self.requests.remove(request) else {
-            return;
-        };
-        self.inflight_bytes -= entry.bytes;
-        self.counters.requests += 1;
-        let mut stats = entry.stats;
-        stats.total = now.saturating_duration_since(entry.submitted);
-        stats.queued = entry.first_post.map_or(stats.total, |t| {
-            t.saturating_duration_since(entry.submitted)
-        });
-        stats.wire = stats.total - stats.queued;
-        self.close_account(now, request, &entry, &mut stats);
-        self.finished.push_back(Finished {
-            request,
-            records: entry
-                .results
-                .into_iter()
-                .map(|r| r.expect("a request ends when all its records have"))
-                .collect(),
-            stats,
-        });
     }
 
     fn next_jitter(&mut self) -> f64 {

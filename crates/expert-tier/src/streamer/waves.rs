@@ -33,7 +33,7 @@ impl<'a> Waves<'a> {
         Self {
             streamer,
             layer,
-            experts: experts.to_vec().into_iter(),
+            experts: Vec::from(experts).into_iter(),
             per_wave: (max_slots / 2).max(1),
             time,
             next: None,
