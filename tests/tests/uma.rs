@@ -111,6 +111,15 @@ fn every_way_of_reading_brings_the_same_bytes_at_every_depth() {
     }
 }
 
+#[test]
+fn v1_store_is_read_as_it_lies() {
+    let model = Model::nvfp4(Sizes::V1);
+    let path = model.pack_v1();
+    let records = model::v1_records(&path);
+    let tier = open(patient(), &model::open(&path), arena_for(&records, 4));
+    assert_all_right(&tier, &records, 4);
+}
+
 /// Memory has no disk to read past the page cache: however its file system answers, records come.
 #[test]
 fn store_on_tmpfs_is_read() {

@@ -34,7 +34,7 @@ pub(super) struct Report {
 /// The report as text.
 pub(super) fn text(report: &Report, arena: &ExpertArena) -> String {
     let none = || "none".to_owned();
-    let mut out = output::pairs(&[
+    let mut lines = vec![
         ("backend", report.backend.to_owned()),
         (
             "records",
@@ -87,16 +87,19 @@ pub(super) fn text(report: &Report, arena: &ExpertArena) -> String {
             },
         ),
         ("content id", report.content_id.clone().unwrap_or_else(none)),
-    ]);
-    for rail in &report.rails {
-        if let Some(io) = rail.io {
-            let name = io.mode.name();
-            out.push_str(&match io.fallbacks {
-                0 => format!("reads of files: {name}\n"),
-                n => format!("reads of files: {name}, after {n} refusals by this machine\n"),
-            });
-        }
-    }
+    ];
+    let reads_files = report.rails.iter().filter_map(|rail| rail.io);
+    lines.extend(reads_files.map(|io| {
+        let text = match io.fallbacks {
+            0 => io.mode.name().to_owned(),
+            n => format!(
+                "{}; times that this machine refused more: {n}",
+                io.mode.name()
+            ),
+        };
+        ("reads of files", text)
+    }));
+    let mut out = output::pairs(&lines);
     if let Some(digest) = &report.payload_digest {
         // Not aligned: scripts look for this line.
         out.push_str(&format!("payload-digest: {digest}\n"));

@@ -104,6 +104,13 @@ impl Files {
         })
     }
 
+    /// Has a file of a store that is read through the page cache stand in for a disk.
+    #[cfg(test)]
+    pub(super) fn stand_in(&self, index: u32, file: File) {
+        let file = Arc::new(file);
+        assert!(self.files[index as usize].buffered.set(file).is_ok());
+    }
+
     /// A direct read was refused: the file is read through the page cache from now on.
     pub(super) fn refuse_direct(&self, index: u32, state: &IoState, why: &io::Error) {
         let file = &self.files[index as usize];

@@ -35,7 +35,7 @@ pub use mode::{IoMode, IoReport};
 use reader::{Reader, Token};
 use shared::Shared;
 
-/// Bytes of one read of a file: beyond it disks get no faster (`docs/local.md`), and two of them make a READ.
+/// Bytes of one read of a file: half a READ, so that the first half is copied while the second is on its way.
 const IO_BYTES: usize = 512 << 10;
 
 /// Most reads under way at once: what disks have room for in one queue, and 74 MB of windows.

@@ -303,7 +303,53 @@ fn rail_dropped_with_reads_under_way_lets_go_of_the_memory() {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
-    assert_eq!(expert_arena::leaked_windows(), 0);
+}
+
+/// A pipe into which nobody writes stands for a disk that does not answer.
+#[test]
+fn disk_that_does_not_answer_holds_neither_slots_nor_the_driver() {
+    let rig = Rig::new();
+    let mut rail = rig.rail(&UmaConfig {
+        direct: false,
+        threads: 1,
+        ..CONFIG
+    });
+    let path = rig.files[0].with_extension("pipe");
+    let (mode, kind) = (rustix::fs::Mode::RWXU, rustix::fs::FileType::Fifo);
+    rustix::fs::mknodat(rustix::fs::CWD, &path, kind, mode, 0).unwrap();
+    let pipe = std::fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(&path);
+    rail.shared.files.stand_in(0, pipe.unwrap());
+    let mut reads = rig.reads();
+    let other_disk = reads.split_off(SLOTS as usize / 2);
+    // One, so that windows are left for the other disk.
+    let stuck = reads.remove(0);
+    assert!(rail.post(stuck).is_ok());
+    let count = other_disk.len();
+    for read in other_disk {
+        assert!(rail.post(read).is_ok());
+    }
+    let done = completions(&mut rail, |_, done| done == count);
+    assert!(
+        done.iter()
+            .all(|c| c.read.key.layer == 1 && c.result.is_ok())
+    );
+    rail.begin_quiesce();
+    let back = completions(&mut rail, |rail, _| rail.is_quiesced());
+    assert_eq!(back.len(), 1);
+    assert_eq!(back[0].result, Err(ReadError::Flushed));
+    drop((done, back, reads));
+    assert_eq!(rig.arena.stats().outstanding_ranges, 0);
+    // The windows that the kernel may still write to are given up.
+    let before = expert_arena::leaked_windows();
+    drop(rail);
+    let limit = Instant::now() + Duration::from_secs(60);
+    while expert_arena::leaked_windows() == before {
+        assert!(Instant::now() < limit);
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 #[test]
