@@ -1,6 +1,7 @@
 //! `atlas-expert fetch`: every record, or some, through a backend into an arena, proven and timed.
 
 mod report;
+mod uma;
 mod verbs;
 
 use std::path::PathBuf;
@@ -29,6 +30,7 @@ use super::args::SelectArgs;
 use super::output;
 use super::{UsageError, bar, signals};
 use report::{Report, text};
+use uma::UmaArgs;
 use verbs::VerbsArgs;
 
 /// Records whose trouble is listed; more are counted.
@@ -103,12 +105,8 @@ pub struct Args {
     /// Memory that the arena leaves to others, GB; default: the larger of 8 GB and 8 %, less on small machines
     #[arg(long, value_name = "GB")]
     reserve_gb: Option<f64>,
-    /// Reads of files under way at once; default 16 (uma)
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=128))]
-    io_depth: Option<u32>,
-    /// Read files through the page cache (uma)
-    #[arg(long)]
-    buffered: bool,
+    #[command(flatten)]
+    uma: UmaArgs,
     #[command(flatten)]
     verbs: VerbsArgs,
     /// Print JSON, for programs
@@ -228,27 +226,18 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         })
         .streams(args.streams)
         .expect_content_id(expect);
-    if args.expert_backend != Backend::RdmaVerbs {
-        if let Some(flag) = args.verbs.given() {
+    let for_others = [
+        (Backend::RdmaVerbs, args.verbs.given()),
+        (Backend::Uma, args.uma.given()),
+    ];
+    for (backend, flag) in for_others {
+        if let Some(flag) = flag.filter(|_| args.expert_backend != backend) {
             return Err(UsageError(format!(
-                "{flag} is for --expert-backend rdma-verbs, this is {}",
+                "{flag} is for --expert-backend {}, this is {}",
+                backend.name(),
                 args.expert_backend.name()
             ))
             .into());
-        }
-    }
-    if args.expert_backend != Backend::Uma {
-        for (given, flag) in [
-            (args.io_depth.is_some(), "--io-depth"),
-            (args.buffered, "--buffered"),
-        ] {
-            if given {
-                return Err(UsageError(format!(
-                    "{flag} is for --expert-backend uma, this is {}",
-                    args.expert_backend.name()
-                ))
-                .into());
-            }
         }
     }
     let (tier, keys): (Box<dyn ExpertTier>, Vec<Key>) = match args.expert_backend {
@@ -269,13 +258,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             let arena = make_arena(args, store.info())?;
             let tier: Box<dyn ExpertTier> = match args.expert_backend {
                 Backend::Posix => Box::new(builder.open_posix(store, arena)?),
-                _ => {
-                    let builder = match args.io_depth {
-                        Some(depth) => builder.uma_depth(depth),
-                        None => builder,
-                    };
-                    Box::new(builder.uma_direct(!args.buffered).open_uma(store, arena)?)
-                }
+                _ => Box::new(args.uma.apply(builder).open_uma(store, arena)?),
             };
             (tier, keys)
         }
