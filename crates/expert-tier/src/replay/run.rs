@@ -28,11 +28,13 @@ pub struct Setup {
     pub link: Link,
     /// Time that each layer computes once its experts are there.
     pub compute: Duration,
+    /// Steps at the beginning that fill the arena and are not counted.
+    pub warm_up_steps: u32,
     /// Of [`Prefetch::Random`].
     pub seed: u64,
 }
 
-/// What came of it.
+/// What came of the steps after the warm-up.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Report {
     /// Experts that layers asked for.
@@ -75,7 +77,7 @@ pub struct Stall {
 /// Records that were fetched ahead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Prefetched {
-    /// All that were begun.
+    /// All that were begun, and those of the warm-up that were not used yet when it ended.
     pub records: u64,
     /// Used before they were given up, late ones included.
     pub useful: u64,
@@ -119,6 +121,12 @@ fn why_not(trace: &Trace, setup: &Setup) -> Option<String> {
             "an arena of {slots} slots cannot hold the {least} experts of one layer at once; use at least {least}"
         ));
     }
+    let (warm_up, steps) = (setup.warm_up_steps, trace.steps());
+    if warm_up >= steps {
+        return Some(format!(
+            "a warm-up of {warm_up} steps leaves nothing to count of a trace of {steps}"
+        ));
+    }
     let link = &setup.link;
     let positive = [
         ("bytes of a record", setup.record_bytes),
@@ -158,9 +166,14 @@ struct Replay<'a> {
     stalls_us: Vec<f64>,
     /// By layer: uses and hits.
     layers: Vec<(u64, u64)>,
+    /// Rows that are counted; what follows is of them alone.
+    visits: u64,
     late: u64,
     misses: u64,
-    prefetched: u64,
+    /// Prefetches begun.
+    begun: u64,
+    /// Prefetches of the warm-up that were not used when it ended.
+    carried: u64,
     useful: u64,
 }
 
@@ -182,16 +195,32 @@ impl<'a> Replay<'a> {
             rng: SplitMix::new(setup.seed),
             stalls_us: vec![0.0; trace.steps() as usize],
             layers: vec![(0, 0); layers],
+            visits: 0,
             late: 0,
             misses: 0,
-            prefetched: 0,
+            begun: 0,
+            carried: 0,
             useful: 0,
         }
+    }
+
+    /// The warm-up is over: what is there stays, and counting begins.
+    fn begin_counting(&mut self) {
+        self.carried = self.cache.unused();
+        self.cache.wasted = 0;
+        self.layers.fill((0, 0));
+        (self.visits, self.late, self.misses) = (0, 0, 0);
+        (self.begun, self.useful) = (0, 0);
     }
 
     /// One layer of one step: wait for its experts, use them, compute.
     fn row(&mut self, index: usize) {
         let row = self.trace.row(index);
+        let is_first = index == 0 || self.trace.row(index - 1).step != row.step;
+        if is_first && row.step == self.setup.warm_up_steps {
+            self.begin_counting();
+        }
+        self.visits += 1;
         // What the prefetch did not begin is either demanded now or no longer expected.
         self.ahead.clear();
         self.cache.next_round();
@@ -330,7 +359,7 @@ impl<'a> Replay<'a> {
                 continue;
             }
             if let Some(slot) = self.cache.take_for_prefetch(record) {
-                self.prefetched += 1;
+                self.begun += 1;
                 self.wire.start(Class::Prefetch, slot, record_bytes);
                 self.wire.post();
             }
@@ -338,13 +367,13 @@ impl<'a> Replay<'a> {
     }
 
     fn report(self) -> Report {
-        let uses = self.trace.uses();
+        let uses = self.layers.iter().map(|(uses, _)| uses).sum();
         let hits = self.layers.iter().map(|(_, hits)| hits).sum();
-        let steps = f64::from(self.trace.steps());
-        let stall_us = stall(self.stalls_us);
-        let computes = self.trace.layer_visits() as f64 * micros(self.setup.compute);
-        let step_us = stall_us.mean + computes / steps;
-        let moved = self.misses + self.prefetched;
+        let stalls_us = &self.stalls_us[self.setup.warm_up_steps as usize..];
+        let computes = self.visits as f64 * micros(self.setup.compute);
+        let stall_us = stall(stalls_us);
+        let step_us = stall_us.mean + computes / stalls_us.len() as f64;
+        let moved = self.misses + self.begun;
         let layers = (0..).zip(self.layers);
         Report {
             uses,
@@ -361,7 +390,7 @@ impl<'a> Replay<'a> {
                 false => 0.0,
             },
             prefetched: Prefetched {
-                records: self.prefetched,
+                records: self.carried + self.begun,
                 useful: self.useful,
                 wasted: self.cache.wasted + self.cache.unused(),
             },
@@ -378,7 +407,8 @@ impl<'a> Replay<'a> {
     }
 }
 
-fn stall(mut by_step_us: Vec<f64>) -> Stall {
+fn stall(by_step_us: &[f64]) -> Stall {
+    let mut by_step_us = by_step_us.to_vec();
     let count = by_step_us.len();
     let mean = by_step_us.iter().sum::<f64>() / count.max(1) as f64;
     by_step_us.sort_by(f64::total_cmp);

@@ -443,6 +443,20 @@ impl Trace {
         self.distinct
     }
 
+    /// Uses after that many steps of records that were not used before: they miss in an arena of any
+    /// size, unless a prefetch guesses them.
+    pub fn first_uses(&self, warm_up_steps: u32) -> u64 {
+        let mut seen = vec![false; self.records() as usize];
+        let mut count = 0;
+        for row in (0..self.rows.len()).map(|index| self.row(index)) {
+            for &record in row.records {
+                let is_first = !std::mem::replace(&mut seen[record as usize], true);
+                count += u64::from(is_first && row.step >= warm_up_steps);
+            }
+        }
+        count
+    }
+
     /// Layers times experts.
     pub fn records(&self) -> u32 {
         self.layers * self.experts

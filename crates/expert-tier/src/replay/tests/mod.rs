@@ -49,6 +49,7 @@ fn setup(slots: u32) -> Setup {
         record_bytes: 1_000_000,
         link: Link::new(1_000_000_000, Duration::from_micros(20)),
         compute: Duration::from_micros(100),
+        warm_up_steps: 0,
         seed: 0,
     }
 }

@@ -17,19 +17,30 @@ fn plain_lru_hits(rows: &[Row], slots: usize) -> u64 {
     hits
 }
 
-/// Fewest fetches over all choices of what to give up, for few records.
-fn fewest_fetches(rows: &[Row], slots: usize) -> u64 {
-    let mut states: HashMap<BTreeSet<(u32, u32)>, u64> = HashMap::from([(BTreeSet::new(), 0)]);
+/// Fewest fetches over all choices of what to give up, for few records; from an empty arena, or
+/// from the best that it can hold.
+fn fewest_fetches(rows: &[Row], slots: usize, from_empty: bool) -> u64 {
+    type State = BTreeSet<(u32, u32)>;
+    let wanted_by = |row: &Row| -> State { row.experts.iter().map(|&e| (row.layer, e)).collect() };
+    let subsets = |of: Vec<(u32, u32)>| {
+        (0..1u32 << of.len()).map(move |chosen| -> State {
+            let is_chosen = |at: &usize| chosen >> at & 1 == 1;
+            (0..of.len()).filter(is_chosen).map(|at| of[at]).collect()
+        })
+    };
+    let mut states = HashMap::from([(State::new(), 0)]);
+    if !from_empty {
+        let all: State = rows.iter().flat_map(wanted_by).collect();
+        let held = subsets(all.into_iter().collect());
+        states.extend(held.filter(|s| s.len() <= slots).map(|state| (state, 0)));
+    }
     for row in rows {
-        let wanted: BTreeSet<(u32, u32)> = row.experts.iter().map(|&e| (row.layer, e)).collect();
-        let mut next: HashMap<BTreeSet<(u32, u32)>, u64> = HashMap::new();
+        let wanted = wanted_by(row);
+        let mut next: HashMap<State, u64> = HashMap::new();
         for (held, cost) in states {
             let cost = cost + wanted.difference(&held).count() as u64;
-            let others: Vec<_> = held.difference(&wanted).copied().collect();
-            for kept in 0..1u32 << others.len() {
-                let mut state = wanted.clone();
-                let kept_of = |at: usize| (kept >> at & 1 == 1).then_some(others[at]);
-                state.extend((0..others.len()).filter_map(kept_of));
+            for mut state in subsets(held.difference(&wanted).copied().collect()) {
+                state.extend(wanted.iter().copied());
                 if state.len() <= slots {
                     let best = next.entry(state).or_insert(u64::MAX);
                     *best = cost.min(*best);
@@ -89,8 +100,10 @@ proptest! {
         let rows: Vec<Row> = picks.into_iter().enumerate().map(row).collect();
         let trace = trace_of(&rows);
         let slots = trace.widest().max(1) + more;
-        let best = Optimal::new(&trace).misses(slots);
-        prop_assert_eq!(best, fewest_fetches(&rows, slots as usize));
+        let best = Optimal::new(&trace, 0).misses(slots);
+        prop_assert_eq!(best, fewest_fetches(&rows, slots as usize, true));
+        let warm = Optimal::new(&trace, 1).misses(slots);
+        prop_assert_eq!(warm, fewest_fetches(&rows[1..], slots as usize, false));
     }
 
     /// Whatever the policy, the rule, the link and however tight the arena.
@@ -103,22 +116,31 @@ proptest! {
         link in links(),
         record_bytes in 1u64..3_000_000,
         compute_us in 0u64..5000,
+        warm_up in any::<proptest::sample::Index>(),
     ) {
         let trace = trace_of(&rows);
         let slots = trace.widest().max(1) + more;
         let setup = Setup {
             slots, eviction, prefetch, record_bytes, link,
             compute: Duration::from_micros(compute_us),
+            warm_up_steps: warm_up.index(trace.steps() as usize) as u32,
             seed: 3,
         };
+        let warm_up = setup.warm_up_steps;
         let report = replay(&trace, &setup).expect("enough slots");
-        prop_assert_eq!(report.uses, trace.uses());
+        let counted = |at: &usize| trace.row(*at).step >= warm_up;
+        let uses = (0..trace.row_count()).filter(counted).map(|at| trace.row(at).records.len());
+        prop_assert_eq!(report.uses, uses.sum::<usize>() as u64);
         prop_assert_eq!(report.hits + report.late + report.misses, report.uses);
         let ahead = report.prefetched;
         prop_assert_eq!(ahead.useful + ahead.wasted, ahead.records);
         prop_assert!(report.late <= ahead.useful);
-        prop_assert_eq!(report.bytes_moved, (report.misses + ahead.records) * record_bytes);
-        let best = Optimal::new(&trace).misses(slots);
+        let moved = (report.misses + ahead.records) * record_bytes;
+        prop_assert!(report.bytes_moved <= moved);
+        if warm_up == 0 {
+            prop_assert_eq!(report.bytes_moved, moved);
+        }
+        let best = Optimal::new(&trace, warm_up).misses(slots);
         prop_assert!(report.misses + ahead.records >= best);
         if prefetch == Prefetch::None {
             prop_assert!(report.misses >= best && ahead.records == 0);
@@ -183,6 +205,32 @@ fn stall_without_prefetch_is_latency_and_wire_time_of_the_misses() {
     );
     assert!((report.step_us - want - 300.0).abs() < 1e-6);
     assert!((report.steps_per_s - 1e6 / report.step_us).abs() < 1e-9);
+}
+
+#[test]
+fn warm_up_is_replayed_and_not_counted() {
+    let trace = synth_trace(&small_spec());
+    let all = replay(&trace, &setup(20)).expect("enough slots");
+    let with = |warm_up_steps| {
+        let setup = Setup {
+            warm_up_steps,
+            ..setup(20)
+        };
+        replay(&trace, &setup)
+    };
+    let counted = with(59).expect("a step is left");
+    // The last step alone: 12 of all uses, as they were, and a stall without the cold start's.
+    assert_eq!(counted.uses, 12);
+    let rows: Vec<Row> = small_spec().rows().expect("sound").collect();
+    let before = plain_lru_hits(&rows[..177], 20);
+    assert_eq!(counted.hits, plain_lru_hits(&rows, 20) - before);
+    assert_eq!(counted.stall_us.mean, counted.stall_us.max);
+    let half = with(30).expect("steps are left");
+    assert!(half.hit_rate > all.hit_rate && half.stall_us.max < all.stall_us.max);
+    assert_eq!(trace.first_uses(0), u64::from(trace.distinct_records()));
+    assert!(trace.first_uses(30) < 6);
+    let error = with(60).expect_err("nothing is left").to_string();
+    assert!(error.contains("a warm-up of 60 steps leaves nothing to count of a trace of 60"));
 }
 
 #[test]
