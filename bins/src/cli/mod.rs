@@ -17,11 +17,13 @@ pub mod inspect;
 mod new_file;
 pub mod output;
 pub mod pack;
+pub mod replay;
 pub mod report;
 pub mod signals;
 pub mod sim;
 mod svg;
 pub mod synth;
+pub mod synth_trace;
 pub mod unpack;
 pub mod verify;
 
@@ -50,6 +52,8 @@ enum Command {
     Synth(synth::Args),
     Sim(sim::Args),
     Bench(bench::Args),
+    Replay(replay::Args),
+    SynthTrace(synth_trace::Args),
 }
 
 /// An error of the person at the keyboard: exit code 2.
@@ -92,6 +96,8 @@ pub fn main() -> ExitCode {
         Command::Synth(args) => synth::run(&args),
         Command::Sim(args) => sim::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Replay(args) => replay::run(&args),
+        Command::SynthTrace(args) => synth_trace::run(&args),
     };
     match result {
         Ok(code) => code,

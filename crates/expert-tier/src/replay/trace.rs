@@ -443,6 +443,16 @@ impl Trace {
         self.distinct
     }
 
+    /// Uses after that many steps.
+    pub fn uses_after(&self, warm_up_steps: u32) -> u64 {
+        let before = self.rows.partition_point(|span| span.step < warm_up_steps);
+        let uses = match before {
+            0 => 0,
+            _ => self.rows[before - 1].end,
+        };
+        self.uses() - u64::from(uses)
+    }
+
     /// Uses after that many steps of records that were not used before: they miss in an arena of any
     /// size, unless a prefetch guesses them.
     pub fn first_uses(&self, warm_up_steps: u32) -> u64 {

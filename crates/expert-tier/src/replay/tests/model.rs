@@ -131,6 +131,7 @@ proptest! {
         let counted = |at: &usize| trace.row(*at).step >= warm_up;
         let uses = (0..trace.row_count()).filter(counted).map(|at| trace.row(at).records.len());
         prop_assert_eq!(report.uses, uses.sum::<usize>() as u64);
+        prop_assert_eq!(report.uses, trace.uses_after(warm_up));
         prop_assert_eq!(report.hits + report.late + report.misses, report.uses);
         let ahead = report.prefetched;
         prop_assert_eq!(ahead.useful + ahead.wasted, ahead.records);
