@@ -20,9 +20,9 @@ use report::{Report, Row, Smallest};
 
 /// Replay a routing trace against an arena, on a virtual clock: hit rate, stalls, and how large the arena has to be
 ///
-/// A trace has a line for each layer of each step, {"step":0,"layer":3,"experts":[5,17]}; docs/sizing.md describes it,
-/// and `synth-trace` makes one up. Nothing is fetched: the same numbers always give the same result. Each combination
-/// of slots, policy and prefetch rule is a row.
+/// A trace tells which experts each layer of each step uses, a line of JSON for each; docs/sizing.md describes it, and
+/// `synth-trace` makes one up. Nothing is fetched: the same numbers always give the same result. Each combination of
+/// slots, policy and prefetch rule is a row.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Trace, JSON lines
