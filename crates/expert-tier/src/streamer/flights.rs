@@ -6,10 +6,13 @@
 //!            └──(nobody wants it any more, deadline)──► gone
 //! ```
 //!
-//! Flights wait in one queue per class, in the order in which they came; slots go to the front of
-//! the most urgent queue alone, so that a demand is never starved by those that came later.
+//! Flights wait in one queue per class, in the order in which they came to it; slots go to the front
+//! of the most urgent queue alone, so that a demand is never starved by those that came later. What
+//! was tried and has to be tried again keeps its turn.
+//!
+//! *Invariant*: a flight is in exactly one queue while it is Waiting, and in none otherwise.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -39,7 +42,12 @@ pub(super) enum Target {
 
 pub(super) enum State {
     Waiting,
-    Posted { pending: Pending, slot: SlotId },
+    Posted {
+        pending: Pending,
+        slot: SlotId,
+        /// Of the record image.
+        bytes: u64,
+    },
 }
 
 pub(super) struct Flight {
@@ -52,15 +60,20 @@ pub(super) struct Flight {
     pub(super) deadline: Instant,
     /// Fetched again because the store changed.
     pub(super) is_again: bool,
+    /// Its place in its queue.
+    turn: u64,
 }
 
 /// See the module.
 #[derive(Default)]
 pub(super) struct Flights {
     open: HashMap<Key, Flight>,
-    queues: [VecDeque<Key>; Class::ALL.len()],
-    /// Flights for slabs wait for the record before them in their place, each for another.
-    slab_queue: VecDeque<Key>,
+    /// Those that wait for a slot of the pool, by turn.
+    queues: [BTreeMap<u64, Key>; Class::ALL.len()],
+    /// Those that wait for the record before them in their place of a slab, each for another.
+    for_slabs: BTreeMap<u64, Key>,
+    /// Turns given out.
+    turns: u64,
     pub(super) is_stopped: bool,
 }
 
@@ -91,11 +104,14 @@ impl Flights {
             flight.deadline = flight.deadline.max(deadline);
             flight.waiters.extend(waiter);
             if class < flight.class {
-                flight.class = class;
+                let before = std::mem::replace(&mut flight.class, class);
                 match &flight.state {
                     State::Posted { pending, .. } => pending.promote(class),
                     State::Waiting if flight.target == Target::Pool => {
-                        self.queues[class as usize].push_back(key);
+                        self.queues[before as usize].remove(&flight.turn);
+                        flight.turn = self.turns;
+                        self.turns += 1;
+                        self.queues[class as usize].insert(flight.turn, key);
                     }
                     State::Waiting => {}
                 }
@@ -110,71 +126,69 @@ impl Flights {
             began: now,
             deadline,
             is_again: false,
+            turn: self.turns,
         };
-        self.open.insert(key, flight);
-        self.queue(key, class, target);
+        self.turns += 1;
+        self.again(key, flight);
     }
 
-    fn queue(&mut self, key: Key, class: Class, target: Target) {
+    fn queue(&mut self, class: Class, target: Target) -> &mut BTreeMap<u64, Key> {
         match target {
-            Target::Pool => self.queues[class as usize].push_back(key),
-            Target::Slab(_) => self.slab_queue.push_back(key),
+            Target::Pool => &mut self.queues[class as usize],
+            Target::Slab(_) => &mut self.for_slabs,
         }
     }
 
-    /// The flight whose turn it is to get a slot of the pool.
-    pub(super) fn front(&mut self, class: Class) -> Option<Key> {
-        let queue = &mut self.queues[class as usize];
-        while let Some(&key) = queue.front() {
-            let flight = self.open.get(&key);
-            let is_here = flight.is_some_and(|f| {
-                let waits = matches!(f.state, State::Waiting);
-                waits && f.class == class && f.target == Target::Pool
-            });
-            if is_here {
-                return Some(key);
-            }
-            queue.pop_front();
-        }
-        None
+    /// The flight whose turn it is to get a slot of the pool. It stays in its queue until it is
+    /// posted or removed.
+    pub(super) fn front(&self, class: Class) -> Option<Key> {
+        let first = self.queues[class as usize].first_key_value();
+        first.map(|(_, key)| *key)
     }
 
-    /// Takes the flight out of its queue; it stays open.
-    pub(super) fn pop_front(&mut self, class: Class) {
-        self.queues[class as usize].pop_front();
-    }
-
-    /// Puts back what could not be posted.
-    pub(super) fn push_front(&mut self, key: Key) {
-        if let Some(flight) = self.open.get(&key) {
-            match flight.target {
-                Target::Pool => self.queues[flight.class as usize].push_front(key),
-                Target::Slab(_) => self.slab_queue.push_front(key),
-            }
-        }
-    }
-
-    /// Those that wait for their place in a slab.
-    pub(super) fn take_slab_queue(&mut self) -> Vec<(Key, SlotId)> {
-        let waiting: Vec<Key> = self.slab_queue.drain(..).collect();
-        let place = |key: Key| match self.open.get(&key).map(|f| f.target) {
+    /// Those that wait for their place in a slab, in their order.
+    pub(super) fn for_slabs(&self) -> Vec<(Key, SlotId)> {
+        let place = |&key: &Key| match self.open.get(&key).map(|f| f.target) {
             Some(Target::Slab(slot)) => Some((key, slot)),
             _ => None,
         };
-        waiting.into_iter().filter_map(place).collect()
+        self.for_slabs.values().filter_map(place).collect()
+    }
+
+    /// Notes that a flight is on its way. One that nobody wants any more is given up, and open until
+    /// that is reported: its slot may hold its bytes by now.
+    pub(super) fn post(&mut self, key: Key, state: State, class: Class, target: Target) {
+        let flight = match self.open.get_mut(&key) {
+            Some(flight) => flight,
+            None => {
+                if let State::Posted { pending, .. } = &state {
+                    pending.cancel();
+                }
+                let now = Instant::now();
+                self.join(key, class, target, now, None, now);
+                self.open.get_mut(&key).expect("joined above")
+            }
+        };
+        flight.state = state;
+        let (class, target, turn) = (flight.class, flight.target, flight.turn);
+        self.queue(class, target).remove(&turn);
     }
 
     /// Ends a flight.
     pub(super) fn remove(&mut self, key: Key) -> Option<Flight> {
-        self.open.remove(&key)
+        let flight = self.open.remove(&key)?;
+        if matches!(flight.state, State::Waiting) {
+            self.queue(flight.class, flight.target).remove(&flight.turn);
+        }
+        Some(flight)
     }
 
-    /// Puts a flight that failed back, to be posted again.
+    /// Puts a flight that was removed back, to be posted when it is its turn.
     pub(super) fn again(&mut self, key: Key, mut flight: Flight) {
         flight.state = State::Waiting;
-        let (class, target) = (flight.class, flight.target);
+        let turn = flight.turn;
+        self.queue(flight.class, flight.target).insert(turn, key);
         self.open.insert(key, flight);
-        self.queue(key, class, target);
     }
 
     /// A ticket was given up: flights that nobody waits for any more end.
@@ -190,7 +204,7 @@ impl Flights {
             }
             match &flight.state {
                 State::Waiting => {
-                    self.open.remove(key);
+                    self.remove(*key);
                 }
                 // Its end is reported like any other.
                 State::Posted { pending, .. } => pending.cancel(),
@@ -198,32 +212,27 @@ impl Flights {
         }
     }
 
-    /// Guesses that wait, at most; beyond that the oldest are forgotten.
+    /// Guesses that wait, at most; beyond that the oldest are forgotten. One that somebody waits
+    /// for is no mere guess.
     pub(super) fn forget_guesses(&mut self, most: usize) {
-        let queue = Class::Prefetch as usize;
-        while self.queues[queue].len() > most {
-            let Some(key) = self.front(Class::Prefetch) else {
-                return;
-            };
-            self.queues[queue].pop_front();
-            if self.open.get(&key).is_some_and(|f| f.waiters.is_empty()) {
-                self.open.remove(&key);
-            }
+        let queue = &self.queues[Class::Prefetch as usize];
+        let over = queue.len().saturating_sub(most);
+        if over == 0 {
+            return;
+        }
+        let is_guess = |key: &&Key| self.open.get(*key).is_some_and(|f| f.waiters.is_empty());
+        let oldest = queue.values().filter(is_guess).take(over);
+        for key in oldest.copied().collect::<Vec<_>>() {
+            self.remove(key);
         }
     }
 
     /// Those that wait for a slot and are out of time.
     pub(super) fn expired(&self, now: Instant) -> Vec<Key> {
-        let waiting = self.queues.iter().chain([&self.slab_queue]).flatten();
-        let late = waiting.filter(|key| {
-            self.open
-                .get(key)
-                .is_some_and(|f| matches!(f.state, State::Waiting) && now >= f.deadline)
-        });
-        let mut late: Vec<Key> = late.copied().collect();
-        late.sort_unstable();
-        late.dedup();
-        late
+        let queues = self.queues.iter().chain([&self.for_slabs]);
+        let is_late = |key: &&Key| self.open.get(*key).is_some_and(|f| now >= f.deadline);
+        let waiting = queues.flat_map(BTreeMap::values);
+        waiting.filter(is_late).copied().collect()
     }
 
     /// Takes all of them out, at the end.
@@ -231,7 +240,10 @@ impl Flights {
         for queue in &mut self.queues {
             queue.clear();
         }
-        self.slab_queue.clear();
+        self.for_slabs.clear();
         self.open.drain().collect()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,5 +1,6 @@
 //! The streamer's thread: gives slots to what waits, posts it, publishes what lands.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -35,6 +36,10 @@ pub(super) struct Worker {
     done: Vec<Key>,
     /// The tier had no room for more: until something ends, or this.
     held_back_until: Option<Instant>,
+    /// Bytes of the records that are posted.
+    posted_bytes: u64,
+    /// What the tier admits at once, as far as it has said so.
+    room_bytes: u64,
     looked_for_late: Instant,
     looked_for_stuck: Instant,
     stuck: Vec<SlotId>,
@@ -55,6 +60,8 @@ impl Worker {
             content: None,
             done: Vec::new(),
             held_back_until: None,
+            posted_bytes: 0,
+            room_bytes: u64::MAX,
             looked_for_late: Instant::now(),
             looked_for_stuck: Instant::now(),
             stuck: Vec::new(),
@@ -82,8 +89,11 @@ impl Worker {
 
     /// One round; how long to sleep after it, `None` at the end.
     fn turn(&mut self) -> Option<Duration> {
-        for key in std::mem::take(&mut self.done) {
+        let done = std::mem::take(&mut self.done);
+        if !done.is_empty() {
             self.held_back_until = None;
+        }
+        for key in done {
             self.land(key);
         }
         if lock(&self.inner.flights).is_stopped {
@@ -115,10 +125,16 @@ impl Worker {
         let Some(mut flight) = is_done.then(|| flights.remove(key)).flatten() else {
             return; // the report of a flight before this one
         };
-        let State::Posted { pending, slot } = std::mem::replace(&mut flight.state, State::Waiting)
+        let posted = std::mem::replace(&mut flight.state, State::Waiting);
+        let State::Posted {
+            pending,
+            slot,
+            bytes,
+        } = posted
         else {
             return;
         };
+        self.posted_bytes -= bytes;
         let result = pending.wait().and_then(|(mut records, _)| {
             let only = records.pop();
             only.unwrap_or(Err(TierError::ShutDown))
@@ -129,6 +145,13 @@ impl Worker {
                 self.hold(key, flight, slot, record);
                 drop(flights);
                 self.inner.notify();
+            }
+            // The tier's own limit is not the caller's: it waits for its turn again.
+            Err(TierError::Backpressure { limit, .. }) => {
+                self.slots.give_back(slot);
+                self.room_bytes = self.room_bytes.min(limit);
+                flights.again(key, flight);
+                self.hold_back();
             }
             Err(error) => {
                 self.slots.give_back(slot);
@@ -143,7 +166,11 @@ impl Worker {
         match self.content {
             Some(before) if before != content => {
                 if !self.inner.follow_content {
-                    return Err(TierError::ContentChanged { key: record.key() });
+                    let (key, residency) = (record.key(), record.residency());
+                    drop(record);
+                    // Else its slot would hold for ever what nobody asks for.
+                    let _ = self.inner.tier.arena().evict(&residency);
+                    return Err(TierError::ContentChanged { key });
                 }
                 tracing::warn!(
                     "the store changed: all records in memory are given up, and fetched again as they are needed"
@@ -205,11 +232,19 @@ impl Worker {
             let (late, rest): (Vec<_>, Vec<_>) =
                 flight.waiters.drain(..).partition(|w| w.deadline <= now);
             flight.waiters = rest;
+            let any_late = !late.is_empty();
             for waiter in late {
-                let error = error.repeat(key);
-                waiter.ticket.deliver(waiter.index, Err(error));
+                let late = TierError::Deadline {
+                    key,
+                    waited: now.saturating_duration_since(flight.began),
+                    why: format!("it has to be fetched again: {error}"),
+                };
+                waiter.ticket.deliver(waiter.index, Err(late));
             }
             flights.again(key, flight);
+            if any_late {
+                self.inner.notify();
+            }
             return;
         }
         if !matches!(error, TierError::Cancelled { .. }) {
@@ -262,30 +297,31 @@ impl Worker {
         self.held_back_until = None;
         self.inner.signal.set_slot_wanted(true);
         let mut blocked = false;
-        // Each waits for another place, so one that cannot go does not hold up the next.
-        let for_slabs = lock(&self.inner.flights).take_slab_queue();
-        for (key, slot) in for_slabs.into_iter().rev() {
+        // Those for other places go past one that cannot go yet, those for the same place do not:
+        // the layers of a slab come in their order.
+        let mut waited_for = HashSet::new();
+        let for_slabs = lock(&self.inner.flights).for_slabs();
+        for (key, slot) in for_slabs {
+            if waited_for.contains(&slot) {
+                continue;
+            }
             match self.post(key, Target::Slab(slot)) {
                 Posted::Yes => {}
                 Posted::NoSlot | Posted::NoRoom => {
                     blocked = true;
-                    lock(&self.inner.flights).push_front(key);
+                    waited_for.insert(slot);
                 }
             }
         }
         'classes: for class in Class::ALL {
             loop {
-                let mut flights = lock(&self.inner.flights);
-                let Some(key) = flights.front(class) else {
+                let Some(key) = lock(&self.inner.flights).front(class) else {
                     break;
                 };
-                flights.pop_front(class);
-                drop(flights);
                 match self.post(key, Target::Pool) {
                     Posted::Yes => {}
                     Posted::NoSlot | Posted::NoRoom => {
                         blocked = true;
-                        lock(&self.inner.flights).push_front(key);
                         break 'classes;
                     }
                 }
@@ -326,17 +362,17 @@ impl Worker {
                 };
             }
         };
+        self.posted_bytes += need as u64;
         let mut flights = lock(&inner.flights);
-        let Some(flight) = flights.get_mut(key) else {
-            drop(flights);
-            drop(pending); // cancels it
-            self.slots.give_back(slot);
-            return Posted::Yes;
+        let posted = State::Posted {
+            pending,
+            slot,
+            bytes: need as u64,
         };
-        let signal = inner.signal.clone();
-        // Set first: the report may come at once.
-        flight.state = State::Posted { pending, slot };
-        if let State::Posted { pending, .. } = &flight.state {
+        flights.post(key, posted, class, target);
+        // Noted first: the report may come at once.
+        if let Some(State::Posted { pending, .. }) = flights.get_mut(key).map(|f| &f.state) {
+            let signal = inner.signal.clone();
             pending.on_done(move || signal.done(key));
         }
         Posted::Yes
