@@ -140,11 +140,8 @@ impl Slots {
         }
     }
 
-    /// Asks the slots that are out.
+    /// Asks fences, and the slots that are out.
     pub(super) fn sweep(&mut self) {
-        if self.out.is_empty() {
-            return;
-        }
         // Each call polls a bounded number of fences; all have their turn within a few.
         self.arena.reap();
         let mut i = 0;
@@ -170,13 +167,34 @@ impl Slots {
         if let Some(slot) = self.take_free(need_bytes) {
             return Some(slot);
         }
-        self.sweep();
-        if let Some(slot) = self.take_free(need_bytes) {
+        if !self.out.is_empty() {
+            self.sweep();
+            if let Some(slot) = self.take_free(need_bytes) {
+                return Some(slot);
+            }
+        }
+        if let Some(slot) = self.take_held(need_bytes, layers, uses, false) {
             return Some(slot);
         }
-        self.take_passing(need_bytes, layers)
-            .or_else(|| self.take_victim(need_bytes, layers, uses, false))
-            .or_else(|| self.drain_one(need_bytes, layers, uses))
+        // Fences are known to have fired only once they were asked.
+        if self.arena.reap().fired > 0 {
+            if let Some(slot) = self.take_held(need_bytes, layers, uses, false) {
+                return Some(slot);
+            }
+        }
+        self.drain_one(need_bytes, layers, uses)
+    }
+
+    /// Gives a record up: one that is not to be kept, or the policy's choice.
+    fn take_held(
+        &mut self,
+        need_bytes: usize,
+        layers: &Layers<'_>,
+        uses: &Mutex<Uses>,
+        fenced: bool,
+    ) -> Option<SlotId> {
+        self.take_passing(need_bytes, layers, fenced)
+            .or_else(|| self.take_victim(need_bytes, layers, uses, fenced))
     }
 
     /// Only records with fences are left: one of them is on its way out at a time, or the cache
@@ -192,7 +210,7 @@ impl Slots {
             return None;
         }
         self.drained_at = Some(now);
-        self.take_victim(need_bytes, layers, uses, true)
+        self.take_held(need_bytes, layers, uses, true)
     }
 
     fn take_free(&mut self, need_bytes: usize) -> Option<SlotId> {
@@ -202,7 +220,12 @@ impl Slots {
         slabs.find_map(|(_, free)| free.pop())
     }
 
-    fn take_passing(&mut self, need_bytes: usize, layers: &Layers<'_>) -> Option<SlotId> {
+    fn take_passing(
+        &mut self,
+        need_bytes: usize,
+        layers: &Layers<'_>,
+        fenced: bool,
+    ) -> Option<SlotId> {
         for i in 0..self.passing.len() {
             let entry = self.passing[i];
             let slot = self.slot(entry);
@@ -210,7 +233,7 @@ impl Slots {
                 continue;
             };
             let fits = self.arena.slot_bytes(slot.slab) >= need_bytes;
-            if !fits || !layers.may_take(key, entry, false) {
+            if !fits || !layers.may_take(key, entry, fenced) {
                 continue;
             }
             self.passing.remove(i);
@@ -264,7 +287,9 @@ impl Slots {
         let Some(residency) = layers.take(key, entry) else {
             // Somebody leased it since: it stays, at the cold end.
             self.owners[entry as usize] = Some(key);
-            self.passing.push_back(entry);
+            if self.is_pool(slot) {
+                self.passing.push_back(entry);
+            }
             return None;
         };
         self.evictions += 1;

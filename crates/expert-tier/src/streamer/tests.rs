@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use expert_arena::{ArenaBuilder, ExpertArena, ForeignMemory, SlotId};
+use expert_arena::{ArenaBuilder, ExpertArena, Fence, ForeignMemory, SlotId};
 use expert_store::info::StoreInfo;
 use expert_store::synth::{SynthSpec, synth};
 use expert_store::{Layer, OpenOptions, Store};
@@ -98,6 +98,22 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     while !is_so() {
         assert!(Instant::now() < limit, "not within {SLACK:?}: {what}");
         std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Fires when it is told.
+#[derive(Clone, Default)]
+struct Switch(Arc<AtomicBool>);
+
+impl Switch {
+    fn fire(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
+impl Fence for Switch {
+    fn fired(&self) -> bool {
+        self.0.load(Ordering::Acquire)
     }
 }
 
@@ -224,6 +240,38 @@ fn layers_of_one_slab_come_in_the_order_in_which_they_were_asked_for() {
     // Nobody takes the third's leases meanwhile: were it first, the second would wait for ever.
     disk.assert_right(&second.all(limit).unwrap());
     disk.assert_right(&third.all(limit).unwrap());
+}
+
+#[test]
+fn fences_of_records_that_are_not_kept_are_asked_when_a_slot_is_needed() {
+    let disk = Disk::new(1, 16, 1);
+    let streamer = disk.streamer(&[4], 0);
+    for round in 0..4 {
+        let batch = keys(0, round * 4..round * 4 + 4);
+        let ticket = streamer.submit(&batch, Class::Stream, SLACK).unwrap();
+        let leases = ticket.all(Instant::now() + SLACK).unwrap();
+        disk.assert_right(&leases);
+        let fence = Switch::default();
+        for lease in leases {
+            lease.release_after(Box::new(fence.clone()));
+        }
+        fence.fire();
+    }
+}
+
+#[test]
+fn fired_fences_are_let_go_while_nothing_needs_a_slot() {
+    let disk = Disk::new(1, 4, 1);
+    let streamer = disk.streamer(&[4], 0);
+    let fence = Switch::default();
+    for lease in streamer.lease_many(0, &[0, 1], SLACK).unwrap() {
+        lease.release_after(Box::new(fence.clone()));
+    }
+    assert_eq!(Arc::strong_count(&fence.0), 3);
+    fence.fire();
+    wait_until("the fences were dropped", || {
+        Arc::strong_count(&fence.0) == 1
+    });
 }
 
 #[test]
