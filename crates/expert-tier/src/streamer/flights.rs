@@ -90,6 +90,16 @@ impl Flights {
         self.open.contains_key(&key)
     }
 
+    /// Where in a slab a record is to land.
+    pub(super) fn place(&self, key: Key) -> Option<SlotId> {
+        let flight = self.open.get(&key)?;
+        match (flight.target, &flight.state) {
+            (_, State::Posted { slot, .. }) => Some(*slot),
+            (Target::Slab(slot), State::Waiting) => Some(slot),
+            (Target::Pool, State::Waiting) => None,
+        }
+    }
+
     /// Wants a record: joins its flight, or makes one.
     pub(super) fn join(
         &mut self,

@@ -28,6 +28,7 @@ mod ticket;
 mod waves;
 mod worker;
 
+use std::collections::HashSet;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
@@ -280,7 +281,7 @@ impl ExpertStreamer {
         }
         let deadline = from_now(time);
         let keys = missing.iter().map(|(_, key)| *key).collect();
-        let fetched = self.want(keys, Class::Demand, deadline, false, |_| Target::Pool)?;
+        let fetched = self.want(keys, Class::Demand, deadline, false, None)?;
         for ((i, _), lease) in missing.iter().zip(fetched.all(deadline)?) {
             leases.push((*i, lease));
         }
@@ -294,9 +295,7 @@ impl ExpertStreamer {
     /// *Errors*: [`TierError::Backpressure`] where too many are under way already. What befalls
     /// single records comes on the ticket.
     pub fn submit(&self, batch: &[Key], class: Class, time: Duration) -> Result<Ticket, TierError> {
-        self.want(batch.to_vec(), class, from_now(time), true, |_| {
-            Target::Pool
-        })
+        self.want(batch.to_vec(), class, from_now(time), true, None)
     }
 
     /// Guesses that records will be needed; what is in memory or under way already is left alone.
@@ -325,8 +324,9 @@ impl ExpertStreamer {
     }
 
     /// Streams a whole layer, or much of it, through its slab: `slab = layer % stream_slabs`, each
-    /// expert in the slot of its place in `experts`. Nothing is kept: the next layer of the same
-    /// slab takes each place as soon as nobody leases it. Experts that the pool has come from there.
+    /// expert in the slot of its place in `experts`; where another one of the call is there already,
+    /// in one that no other needs. Nothing is kept: the next layer of the same slab takes each place
+    /// as soon as nobody leases it. Experts that the pool has come from there.
     ///
     /// *Errors*: [`TierError::Config`] without slabs for streaming ([`StreamerBuilder::stream_slabs`]),
     /// [`TierError::TooManyAtOnce`] where the slab has fewer slots; as [`ExpertStreamer::submit`].
@@ -348,13 +348,8 @@ impl ExpertStreamer {
             return Err(TierError::TooManyAtOnce { asked, slots });
         }
         let keys = experts.iter().map(|&expert| Key::new(layer, expert));
-        let place = |i: usize| {
-            Target::Slab(SlotId {
-                slab,
-                slot: i as u32,
-            })
-        };
-        self.want(keys.collect(), Class::Stream, from_now(time), true, place)
+        let deadline = from_now(time);
+        self.want(keys.collect(), Class::Stream, deadline, true, Some(slab))
     }
 
     /// Walks through experts of a layer that may be more than the arena holds, some at a time: at
@@ -377,7 +372,7 @@ impl ExpertStreamer {
         class: Class,
         deadline: Instant,
         count: bool,
-        place: impl Fn(usize) -> Target,
+        slab: Option<u32>,
     ) -> Result<Ticket, TierError> {
         let inner = &self.inner;
         let shared = ticket::Shared::new(keys.len());
@@ -398,7 +393,8 @@ impl ExpertStreamer {
                 limit: FLIGHTS_MAX,
             });
         }
-        let mut any_missing = false;
+        let mut places = slab.map(Places::new);
+        let mut missing = Vec::new();
         for (index, &key) in ticket.keys.iter().enumerate() {
             // Under the flights' lock: a record that lands meanwhile is found in one place or the
             // other.
@@ -406,18 +402,30 @@ impl ExpertStreamer {
             if inner.shard(key.layer).is_some() {
                 inner.hits(key.layer, &[key.expert], count, |_, found| lease = found);
             }
+            let slot = match &lease {
+                Some(lease) => Some(lease.slot()),
+                None => flights.place(key),
+            };
+            if let Some((places, slot)) = places.as_mut().zip(slot) {
+                places.take(slot);
+            }
             match lease {
                 Some(lease) => shared.deliver(index, Ok(lease)),
-                None => {
-                    any_missing = true;
-                    let waiter = Waiter {
-                        ticket: shared.clone(),
-                        index,
-                        deadline,
-                    };
-                    flights.join(key, class, place(index), deadline, Some(waiter), now);
-                }
+                None => missing.push((index, key)),
             }
+        }
+        let any_missing = !missing.is_empty();
+        for (index, key) in missing {
+            let waiter = Waiter {
+                ticket: shared.clone(),
+                index,
+                deadline,
+            };
+            let target = match &mut places {
+                Some(places) if !flights.contains(key) => Target::Slab(places.choose(index as u32)),
+                _ => Target::Pool, // what is under way has its target
+            };
+            flights.join(key, class, target, deadline, Some(waiter), now);
         }
         drop(flights);
         match any_missing {
@@ -450,6 +458,39 @@ impl ExpertStreamer {
     /// The numbers so far. Walks over all layers and slots.
     pub fn stats(&self) -> StreamerStats {
         stats::collect(&self.inner)
+    }
+}
+
+/// Which places of a slab one call uses: a record that waited for the place of another of the same
+/// call would wait for what the caller keeps until it has both.
+struct Places {
+    slab: u32,
+    taken: HashSet<u32>,
+}
+
+impl Places {
+    fn new(slab: u32) -> Self {
+        Self {
+            slab,
+            taken: HashSet::new(),
+        }
+    }
+
+    /// A record of the call is there, or will be.
+    fn take(&mut self, slot: SlotId) {
+        if slot.slab == self.slab {
+            self.taken.insert(slot.slot);
+        }
+    }
+
+    /// This place, or the first that is not taken.
+    fn choose(&mut self, wanted: u32) -> SlotId {
+        let mut free = std::iter::once(wanted).chain(0..);
+        let slot = free.find(|slot| self.taken.insert(*slot));
+        SlotId {
+            slab: self.slab,
+            slot: slot.unwrap_or(wanted),
+        }
     }
 }
 

@@ -243,6 +243,25 @@ fn layers_of_one_slab_come_in_the_order_in_which_they_were_asked_for() {
 }
 
 #[test]
+fn layer_streams_again_in_another_order_beside_what_is_left_of_it() {
+    let disk = Disk::new(1, 8, 1);
+    let streamer = disk.streamer(&[1, 4], 1);
+    let limit = Instant::now() + SLACK;
+    for experts in [[1, 3, 5, 7], [3, 5, 2, 6], [6, 2, 1, 0], [0, 7, 6, 7]] {
+        let ticket = streamer.stream_layer(0, &experts, SLACK).unwrap();
+        let leases = ticket.all(limit).unwrap();
+        disk.assert_right(&leases);
+        let got: Vec<u32> = leases.iter().map(|l| l.key().expert).collect();
+        assert_eq!(got, experts);
+    }
+    // What is under way for one call is in no other's way either.
+    let tickets = [[1, 2, 3, 4], [4, 5, 1, 2]].map(|e| streamer.stream_layer(0, &e, SLACK));
+    for ticket in tickets {
+        disk.assert_right(&ticket.unwrap().all(limit).unwrap());
+    }
+}
+
+#[test]
 fn fences_of_records_that_are_not_kept_are_asked_when_a_slot_is_needed() {
     let disk = Disk::new(1, 16, 1);
     let streamer = disk.streamer(&[4], 0);
