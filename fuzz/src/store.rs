@@ -30,6 +30,7 @@ pub(super) fn check_layer(layer: &Layer) {
     let without = Sections {
         segments: false,
         checksums: false,
+        rest: false,
     };
     let lean = codec::decode_layer(&codec::encode_layer(layer, without)).expect("a lean blob");
     assert_eq!((&lean.records, &lean.checksums), (&Records::Remote, &None));

@@ -437,6 +437,7 @@ fn checksums() -> Sections {
     Sections {
         segments: false,
         checksums: true,
+        rest: false,
     }
 }
 

@@ -8,7 +8,7 @@ use anyhow::Context;
 use clap::Args;
 use expert_store::build::BuildOptions;
 use expert_store::select::{self, Selection};
-use expert_store::{OpenOptions, Store, WorkOptions};
+use expert_store::{NameWhole, OpenOptions, Store, WorkOptions};
 
 use super::{bar, output, signals};
 
@@ -99,6 +99,25 @@ impl SelectArgs {
                 .transpose()
                 .context("--shard")?,
         })
+    }
+}
+
+/// What a part of a model says of the whole.
+#[derive(Debug, Clone, Args)]
+pub struct WholeArgs {
+    /// With --shard, --experts or --layers: do not name the whole that this is a part of. Naming it lets clients put
+    /// parts together; from a bare checkpoint the records that are left out are read and hashed for that
+    #[arg(long)]
+    no_whole: bool,
+}
+
+impl WholeArgs {
+    /// The same, as the library takes it.
+    pub fn name_whole(&self) -> NameWhole {
+        match self.no_whole {
+            true => NameWhole::Never,
+            false => NameWhole::Always,
+        }
     }
 }
 

@@ -4,9 +4,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
+use expert_store::NameWhole;
 use expert_store::index::{self, IndexOptions};
 
-use super::args::{RunArgs, SelectArgs, StackArgs};
+use super::args::{RunArgs, SelectArgs, StackArgs, WholeArgs};
 use super::{output, report};
 
 /// Write a store that points into a checkpoint: checksums, but no second copy of the weights
@@ -28,6 +29,8 @@ pub struct Args {
     #[command(flatten)]
     select: SelectArgs,
     #[command(flatten)]
+    whole: WholeArgs,
+    #[command(flatten)]
     run: RunArgs,
 }
 
@@ -41,6 +44,10 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         stack: args.stack.stack.clone(),
         mtp: args.stack.mtp,
         selection: (!selection.is_all()).then_some(selection),
+        name_whole: match args.no_checksums {
+            true => NameWhole::Never,
+            false => args.whole.name_whole(),
+        },
         checksums: !args.no_checksums,
         build: args.run.build_options(args.replace)?,
     };

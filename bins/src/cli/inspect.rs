@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use expert_store::catalogue::{Records, StackClass};
 use expert_store::info::{LayerInfo, StoreInfo, StoreKind, hex128};
-use expert_store::{Class, Container, Layer, OpenOptions, Store};
+use expert_store::{Class, Container, Layer, OpenOptions, Store, Whole};
 use serde::Serialize;
 
 use super::args::{self, MovedArgs, SelectArgs, StackArgs};
@@ -65,7 +65,29 @@ struct Inspection<'a> {
     dtypes: Vec<String>,
     files: usize,
     warnings: &'a [String],
+    whole: Option<WholeInspection<'a>>,
     layers: Vec<LayerInspection<'a>>,
+}
+
+/// What the store is a part of.
+#[derive(Serialize)]
+struct WholeInspection<'a> {
+    content_id: &'a str,
+    layout_id: &'a str,
+    records: u64,
+    layers: &'a [LayerInfo],
+}
+
+impl<'a> WholeInspection<'a> {
+    fn of(whole: &'a Whole) -> Self {
+        let ranges = whole.layers.iter().flat_map(|l| &l.experts);
+        Self {
+            content_id: &whole.content_id,
+            layout_id: &whole.layout_id,
+            records: ranges.map(|[first, end]| u64::from(end - first)).sum(),
+            layers: &whole.layers,
+        }
+    }
 }
 
 #[derive(Serialize)]
@@ -106,6 +128,7 @@ impl<'a> Inspection<'a> {
             dtypes: distinct(layers.iter().flat_map(|l| l.dtypes.iter().cloned())),
             files: store.files().len(),
             warnings: store.warnings(),
+            whole: info.whole.as_ref().map(WholeInspection::of),
             layers,
         }
     }
@@ -168,7 +191,7 @@ impl<'a> LayerInspection<'a> {
 fn text(store: &Store, all: &Inspection<'_>, leaves: bool) -> String {
     let none = || "none".to_owned();
     let id = all.content_id.clone();
-    let mut out = output::pairs(&[
+    let mut pairs = vec![
         ("path", all.path.clone()),
         (
             "kind",
@@ -197,7 +220,15 @@ fn text(store: &Store, all: &Inspection<'_>, leaves: bool) -> String {
             "payload-digest",
             all.payload_digest.clone().unwrap_or_else(none),
         ),
-    ]);
+    ];
+    if let Some(whole) = &all.whole {
+        let records = grouped(whole.records);
+        pairs.push((
+            "part of",
+            format!("{} ({records} records)", whole.content_id),
+        ));
+    }
+    let mut out = output::pairs(&pairs);
     out.push('\n');
     out.push_str(&layer_table(&all.layers));
     if leaves {

@@ -5,10 +5,10 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::ValueEnum;
-use expert_store::{OpenOptions, pack, v1};
+use expert_store::{NameWhole, OpenOptions, pack, v1};
 
-use super::args::{self, MovedArgs, RunArgs, SelectArgs, StackArgs};
-use super::report;
+use super::args::{self, MovedArgs, RunArgs, SelectArgs, StackArgs, WholeArgs};
+use super::{bar, report};
 
 /// Write a store that holds the records themselves: one contiguous piece per expert
 #[derive(Debug, clap::Args)]
@@ -28,6 +28,8 @@ pub struct Args {
     stack: StackArgs,
     #[command(flatten)]
     select: SelectArgs,
+    #[command(flatten)]
+    whole: WholeArgs,
     #[command(flatten)]
     moved: MovedArgs,
     #[command(flatten)]
@@ -49,6 +51,11 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let began = Instant::now();
     let open = OpenOptions {
         checkpoint_override: args.moved.checkpoint.clone(),
+        name_whole: match args.format {
+            Format::V2 => args.whole.name_whole(),
+            Format::V1 => NameWhole::Never,
+        },
+        progress: bar::progress(args.run.quiet),
         ..args.stack.open_options(&args.select)?
     };
     let source = args::open(&args.source, &open)?;

@@ -16,6 +16,7 @@ struct Built<'a> {
     store_bytes: u64,
     generation: u64,
     content_id: Option<String>,
+    whole_content_id: &'a Option<String>,
     layout_id: String,
     payload_digest: Option<String>,
     seconds: f64,
@@ -44,6 +45,7 @@ pub fn print(
         store_bytes: report.store_bytes,
         generation: report.generation,
         content_id: report.content_id.map(hex128),
+        whole_content_id: &report.whole_content_id,
         layout_id: hex128(report.layout_id),
         payload_digest: report.payload_digest.map(hex128),
         seconds,
@@ -58,7 +60,7 @@ pub fn print(
     if records_read {
         took.push_str(&format!(", {rate:.2} GB/s"));
     }
-    output::print(&output::pairs(&[
+    let mut pairs = vec![
         ("store", built.store),
         ("generation", built.generation.to_string()),
         ("records", grouped(report.records)),
@@ -67,5 +69,9 @@ pub fn print(
         ("content id", built.content_id.unwrap_or_else(none)),
         ("payload-digest", built.payload_digest.unwrap_or_else(none)),
         ("took", took),
-    ]))
+    ];
+    if let Some(id) = &report.whole_content_id {
+        pairs.push(("part of", id.clone()));
+    }
+    output::print(&output::pairs(&pairs))
 }

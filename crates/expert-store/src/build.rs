@@ -14,7 +14,7 @@ use crate::manifest::{
 use crate::progress::Progress;
 use crate::staging::Staging;
 use crate::store::Store;
-use crate::{StoreError, WorkOptions};
+use crate::{StoreError, WorkOptions, whole};
 
 /// How a store is built.
 #[derive(Clone)]
@@ -79,6 +79,9 @@ pub struct Report {
     pub generation: u64,
     /// Identity of the content, `None` without checksums.
     pub content_id: Option<u128>,
+    /// Identity of the content that it is a part of, 32 hexadecimal digits; `None` where it is no part or
+    /// does not know.
+    pub whole_content_id: Option<String>,
     /// Identity of names, types and shapes.
     pub layout_id: u128,
     /// xxh3-128 over the payload, `None` where it was not asked for.
@@ -123,6 +126,7 @@ pub(crate) fn commit(
                 Sections {
                     segments: true,
                     checksums: false,
+                    rest: false,
                 },
             )
         })
@@ -166,6 +170,12 @@ pub(crate) fn commit(
     };
     let store_bytes =
         record_bytes + catalogue_table.bytes + checksums.as_ref().map_or(0, |t| t.bytes);
+    let left_out = source.left_out.as_ref().filter(|_| content_id.is_some());
+    let whole = left_out.and_then(|l| l.whole(&catalogue.stack, &catalogue.layers));
+    let whole_id = whole.as_ref().map(|w| w.content_id.clone());
+    let whole = whole
+        .map(|whole| whole::write(staging.dir(), whole, &catalogue.layers))
+        .transpose()?;
     let manifest = Manifest {
         format: FORMAT.into(),
         version: 2,
@@ -183,6 +193,7 @@ pub(crate) fn commit(
         catalogue: catalogue_table,
         checksums,
         layers,
+        whole,
     };
     let text = serde_json::to_vec_pretty(&manifest)
         .map_err(|e| StoreError::store(staging.out(), format!("manifest: {e}")))?;
@@ -199,6 +210,7 @@ pub(crate) fn commit(
         store_bytes,
         generation,
         content_id,
+        whole_content_id: whole_id,
         layout_id,
         payload_digest,
         warnings: [source.warnings(), &done.warnings].concat(),

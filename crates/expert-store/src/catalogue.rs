@@ -8,11 +8,13 @@
 //! together, so that code after it needs no further bounds reasoning.
 
 mod layer;
+mod rest;
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use crate::Dtype;
+pub use rest::Rest;
 
 /// Each leaf starts at a multiple of this in the record image; the image's size is one, too.
 pub const IMAGE_ALIGN_BYTES: u64 = 256;
@@ -184,6 +186,8 @@ pub struct Layer {
     /// Values of small leaves: `inline[class][leaf]` is empty or holds the bytes of all records
     /// of the class in order of expert (one copy for a common leaf).
     pub inline: Vec<Vec<Vec<u8>>>,
+    /// The records of the model's layer that are not held, where that is known.
+    rest: Option<Rest>,
     /// First chunk of each record in `checksums`; derived, empty where one class makes it a product.
     chunk_starts: Vec<u64>,
     /// Position of each record among those of its class; derived, empty where there is one class.

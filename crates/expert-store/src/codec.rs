@@ -4,7 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::catalogue::{Class, Layer, LeafSource, Records, Stacking};
+use crate::catalogue::{Class, Layer, LeafSource, Records, Rest, Stacking};
 use expert_wire::limits;
 
 /// Which optional columns a blob holds.
@@ -14,13 +14,16 @@ pub struct Sections {
     pub segments: bool,
     /// Chunk checksums.
     pub checksums: bool,
+    /// Identities of the layer's records that are not held, where they are known.
+    pub rest: bool,
 }
 
 impl Sections {
-    /// Everything, as on disk.
+    /// Everything.
     pub const ALL: Self = Self {
         segments: true,
         checksums: true,
+        rest: true,
     };
 
     /// From the bits of a catalogue request.
@@ -28,6 +31,7 @@ impl Sections {
         Self {
             segments: bits & expert_wire::message::SECTION_SEGMENTS != 0,
             checksums: bits & expert_wire::message::SECTION_CHECKSUMS != 0,
+            rest: bits & expert_wire::message::SECTION_REST != 0,
         }
     }
 }
@@ -51,6 +55,17 @@ struct Head {
     checksums: bool,
     /// Per class, the leaves whose values are there.
     inline: Vec<Vec<u32>>,
+    /// Records that are not held; only where they were asked for, so that older readers never see it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    rest: Option<HeadRest>,
+}
+
+/// The identities (`u128` each) follow after all other columns.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct HeadRest {
+    experts: Vec<[u32; 2]>,
+    image_bytes_max: u64,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -148,6 +163,10 @@ pub fn encode_layer(layer: &Layer, sections: Sections) -> Vec<u8> {
         }
         inline.push(present);
     }
+    let rest = layer.rest().filter(|_| sections.rest);
+    for id in rest.iter().flat_map(|r| &r.record_ids) {
+        columns.extend_from_slice(&id.to_le_bytes());
+    }
     let head = Head {
         layer: layer.layer,
         model_layer: layer.model_layer,
@@ -158,6 +177,10 @@ pub fn encode_layer(layer: &Layer, sections: Sections) -> Vec<u8> {
         records,
         checksums: sums.is_some(),
         inline,
+        rest: rest.map(|r| HeadRest {
+            experts: to_ranges(&r.experts),
+            image_bytes_max: r.image_bytes_max,
+        }),
     };
     let head = serde_json::to_vec(&head).expect("a head is plain data");
     let mut out = Vec::with_capacity(4 + head.len() + columns.len());
@@ -281,13 +304,25 @@ pub fn decode_layer(blob: &[u8]) -> Result<Layer, String> {
         }
         inline.push(values);
     }
+    let rest = match head.rest {
+        None => None,
+        Some(rest) => {
+            let experts = from_ranges(&rest.experts, head.num_experts)?;
+            let ids = columns.take("records not held", experts.len() * 16)?;
+            Some(Rest {
+                record_ids: ids.chunks_exact(16).map(u128_of).collect(),
+                experts,
+                image_bytes_max: rest.image_bytes_max,
+            })
+        }
+    };
     if !columns.rest.is_empty() {
         return Err(format!(
             "{} bytes after the last column",
             columns.rest.len()
         ));
     }
-    Layer::new(
+    let mut layer = Layer::new(
         head.layer,
         head.model_layer,
         head.num_experts,
@@ -298,7 +333,14 @@ pub fn decode_layer(blob: &[u8]) -> Result<Layer, String> {
         records,
         checksums,
         inline,
-    )
+    )?;
+    layer.set_rest(rest)?;
+    Ok(layer)
+}
+
+/// Of exactly 16 bytes.
+pub(crate) fn u128_of(bytes: &[u8]) -> u128 {
+    bytes.iter().rev().fold(0, |n, &b| n << 8 | u128::from(b))
 }
 
 fn decode_source(
@@ -461,6 +503,7 @@ mod tests {
             Sections {
                 segments: false,
                 checksums: false,
+                rest: false,
             },
         ))
         .unwrap();
@@ -468,6 +511,31 @@ mod tests {
         assert_eq!(lean.checksums, None);
         assert_eq!(lean.id(false), layer.id(false));
         assert_ne!(layer.id(true), layer.id(false));
+    }
+
+    #[test]
+    fn records_not_held_travel_where_they_are_asked_for() {
+        let mut layer = sample();
+        let rest = Rest {
+            experts: vec![0, 1, 8],
+            record_ids: vec![1, u128::MAX, 7 << 64],
+            image_bytes_max: 512,
+        };
+        layer.set_rest(Some(rest)).unwrap();
+        let all = encode_layer(&layer, Sections::ALL);
+        assert_eq!(decode_layer(&all).unwrap(), layer);
+        let lean = Sections {
+            rest: false,
+            ..Sections::ALL
+        };
+        assert_eq!(encode_layer(&layer, lean), encode_layer(&sample(), lean));
+        assert_ne!(layer.whole_id(), sample().whole_id());
+        let held = Rest {
+            experts: vec![3],
+            record_ids: vec![1],
+            image_bytes_max: 512,
+        };
+        assert!(layer.set_rest(Some(held)).is_err());
     }
 
     #[test]

@@ -9,7 +9,7 @@ use crate::manifest::ManifestFile;
 use crate::staging::Staging;
 use crate::store::{OpenOptions, Store};
 use crate::work::Scan;
-use crate::{Selection, StoreError, open};
+use crate::{NameWhole, Selection, StoreError, open};
 
 /// How a checkpoint is indexed.
 #[derive(Debug, Clone)]
@@ -20,6 +20,8 @@ pub struct IndexOptions {
     pub mtp: bool,
     /// The part of the model to take.
     pub selection: Option<Selection>,
+    /// Whether such a part names the whole.
+    pub name_whole: NameWhole,
     /// Compute checksums (reads all records); without them only headers and small leaves are read.
     pub checksums: bool,
     /// Everything else.
@@ -32,6 +34,7 @@ impl Default for IndexOptions {
             stack: None,
             mtp: false,
             selection: None,
+            name_whole: NameWhole::default(),
             checksums: true,
             build: BuildOptions::default(),
         }
@@ -57,6 +60,8 @@ pub fn index(checkpoint: &Path, out: &Path, options: &IndexOptions) -> Result<Re
             checksums: false,
             threads: options.build.threads,
             selection: options.selection.clone(),
+            name_whole: options.name_whole,
+            progress: options.build.progress.clone(),
             cancel: options.build.cancel.clone(),
             ..OpenOptions::default()
         },

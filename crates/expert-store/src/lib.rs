@@ -47,13 +47,14 @@ pub mod synth;
 pub mod unpack;
 pub mod v1;
 pub mod verify;
+mod whole;
 pub mod work;
 mod writeback;
 
 pub use build::{BuildOptions, Report};
 pub use catalogue::{
-    CHUNK_BYTES, Catalogue, Class, Container, IMAGE_ALIGN_BYTES, Layer, Leaf, LeafSource, Role,
-    Segment, StackClass, Stacking, Transform,
+    CHUNK_BYTES, Catalogue, Class, Container, IMAGE_ALIGN_BYTES, Layer, Leaf, LeafSource, Rest,
+    Role, Segment, StackClass, Stacking, Transform,
 };
 pub use digest::{PayloadDigest, payload_digest};
 pub use dtype::Dtype;
@@ -61,7 +62,7 @@ pub use error::StoreError;
 pub use expert_wire::Key;
 pub use extract::extract;
 pub use index::{IndexOptions, index};
-pub use info::{StoreInfo, StoreKind};
+pub use info::{StoreInfo, StoreKind, Whole};
 pub use open_files::raise_open_files_limit;
 pub use pack::pack;
 pub use pieces::Piece;
@@ -72,6 +73,7 @@ pub use synth::{SynthReport, SynthSpec, synth};
 pub use unpack::{UnpackOptions, UnpackReport, unpack};
 pub use v1::pack_v1;
 pub use verify::{BadChunk, VerifyOptions, VerifyReport, verify};
+pub use whole::NameWhole;
 pub use work::WorkOptions;
 
 #[cfg(test)]

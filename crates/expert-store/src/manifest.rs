@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::catalogue::{Container, StackClass};
-use crate::info::{hex128, parse_hex128};
+use crate::info::{LayerInfo, hex128, parse_hex128};
 use crate::quiet::open_read;
 use crate::stamp::FileStamp;
 use crate::{StoreError, info::StoreKind};
@@ -20,6 +20,8 @@ pub(crate) const MANIFEST: &str = "manifest.json";
 pub(crate) const CATALOGUE: &str = "catalogue.bin";
 /// Name of the file with the chunks' checksums.
 pub(crate) const CHECKSUMS: &str = "checksums.xxh3";
+/// Name of the file with the identities of the records that a part leaves out.
+pub(crate) const WHOLE: &str = "whole.bin";
 
 pub(crate) const FORMAT: &str = "atlas-expert-store";
 /// Largest manifest: a line of 200 bytes for each of 100,000 files.
@@ -51,6 +53,20 @@ pub(crate) struct Manifest {
     #[serde(default)]
     pub(crate) checksums: Option<Table>,
     pub(crate) layers: Vec<BlobRange>,
+    /// What the store is a part of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) whole: Option<ManifestWhole>,
+}
+
+/// The content that the store is a part of.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ManifestWhole {
+    pub(crate) content_id: String,
+    pub(crate) layout_id: String,
+    /// All its layers, described as wholes.
+    pub(crate) layers: Vec<LayerInfo>,
+    /// `whole.bin`: an id for each record that a held layer lacks.
+    pub(crate) records: Table,
 }
 
 /// A file that the store refers to.

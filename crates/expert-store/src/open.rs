@@ -11,6 +11,7 @@ use crate::open_files::make_room;
 use crate::packed;
 use crate::stamp::FileStamp;
 use crate::store::{OpenOptions, Parts, Store, StoreFile};
+use crate::whole::{self, NameWhole};
 use crate::work::{Reader, Scan};
 use crate::{StoreError, inline, v1};
 use expert_wire::limits;
@@ -43,7 +44,9 @@ fn open_checkpoint(path: &Path, options: &OpenOptions) -> Result<Store, StoreErr
         container: checkpoint.container,
         layers: stack.layers,
     };
-    if let Some(selection) = &options.selection {
+    let selection = options.selection.as_ref().filter(|s| !s.is_all());
+    let is_named = options.name_whole == NameWhole::Always;
+    if let Some(selection) = selection.filter(|_| !is_named) {
         selection.apply(&mut catalogue)?;
     }
     let used = keep_used_files(&mut catalogue, checkpoint.files.len())
@@ -65,6 +68,12 @@ fn open_checkpoint(path: &Path, options: &OpenOptions) -> Result<Store, StoreErr
         names.push(source.name.clone());
     }
     check_segments(path, &catalogue, &files)?;
+    let mut left_out = None;
+    if let Some(selection) = selection.filter(|_| is_named) {
+        left_out = whole::select_and_hash(selection, &mut catalogue, &files, &options.work())?;
+        retain_used(&mut catalogue, &mut files, &mut names)
+            .map_err(|why| StoreError::checkpoint(path, why))?;
+    }
     let reader = Reader::open(&files)?;
     inline::fill(&mut catalogue, &reader)?;
     if options.checksums {
@@ -91,6 +100,7 @@ fn open_checkpoint(path: &Path, options: &OpenOptions) -> Result<Store, StoreErr
         header_content_id: None,
         v1: None,
         warnings: checkpoint.warnings,
+        left_out,
     });
     if options.checksums {
         store.check_unchanged()?;
@@ -208,6 +218,22 @@ fn keep_used_files(catalogue: &mut Catalogue, count: usize) -> Result<Vec<usize>
     Ok(kept)
 }
 
+/// Drops the files that no record lies in any more.
+fn retain_used(
+    catalogue: &mut Catalogue,
+    files: &mut Vec<StoreFile>,
+    names: &mut Vec<String>,
+) -> Result<(), String> {
+    let used = keep_used_files(catalogue, files.len())?;
+    let mut index = 0;
+    files.retain(|_| {
+        index += 1;
+        used.binary_search(&(index - 1)).is_ok()
+    });
+    *names = used.iter().map(|&i| names[i].clone()).collect();
+    Ok(())
+}
+
 fn each_file(
     catalogue: &mut Catalogue,
     mut f: impl FnMut(&mut u32) -> Result<(), String>,
@@ -323,18 +349,24 @@ fn open_v2(dir: &Path, manifest: Manifest, options: &OpenOptions) -> Result<Stor
         ));
     }
     let mut payload_digest = parse_id(dir, manifest.payload_digest.as_deref())?;
+    let mut left_out = match manifest.whole {
+        Some(named) => Some(whole::read(dir, named, &mut catalogue)?),
+        None => None,
+    };
     let mut names: Vec<String> = manifest.files.iter().map(|f| f.name.clone()).collect();
     if let Some(selection) = options.selection.as_ref().filter(|s| !s.is_all()) {
-        selection.apply(&mut catalogue)?;
+        let is_hashed = manifest.content_id.is_some();
+        left_out = match options.name_whole {
+            NameWhole::Always if !is_hashed => {
+                whole::select_and_hash(selection, &mut catalogue, &files, &options.work())?
+            }
+            _ => whole::select(selection, &mut catalogue, left_out)?,
+        };
         payload_digest = None;
-        let used = keep_used_files(&mut catalogue, files.len()).map_err(bad)?;
-        let keep = |i: usize| used.binary_search(&i).is_ok();
-        let mut i = 0;
-        files.retain(|_| {
-            i += 1;
-            keep(i - 1)
-        });
-        names = used.iter().map(|&i| names[i].clone()).collect();
+        retain_used(&mut catalogue, &mut files, &mut names).map_err(bad)?;
+    }
+    if options.name_whole == NameWhole::Never {
+        left_out = None;
     }
     Ok(Store::from_parts(Parts {
         path: dir.to_owned(),
@@ -350,6 +382,7 @@ fn open_v2(dir: &Path, manifest: Manifest, options: &OpenOptions) -> Result<Stor
         header_content_id: parse_id(dir, manifest.content_id.as_deref())?,
         v1: None,
         warnings,
+        left_out,
     }))
 }
 

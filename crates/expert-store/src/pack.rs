@@ -127,7 +127,7 @@ fn file_bytes(layer: &Layer) -> u64 {
 /// The same layers, their records in packed files and without checksums.
 fn with_packed_records(source: &Catalogue) -> Result<Catalogue, String> {
     let layers = source.layers.iter().enumerate().map(|(i, l)| {
-        Layer::new(
+        let mut packed = Layer::new(
             l.layer,
             l.model_layer,
             l.num_experts,
@@ -142,7 +142,9 @@ fn with_packed_records(source: &Catalogue) -> Result<Catalogue, String> {
             },
             None,
             l.inline.clone(),
-        )
+        )?;
+        packed.set_rest(l.rest().cloned())?;
+        Ok::<_, String>(packed)
     });
     Ok(Catalogue {
         stack: source.stack.clone(),

@@ -16,7 +16,7 @@ pub(crate) const LOCK: &str = "build.lock";
 pub(crate) fn is_store_file(name: &str) -> bool {
     matches!(
         name,
-        "manifest.json" | "catalogue.bin" | "checksums.xxh3" | LOCK
+        "manifest.json" | "catalogue.bin" | "checksums.xxh3" | "whole.bin" | LOCK
     ) || name.ends_with(".xp2")
         || name.ends_with(".xpr")
 }

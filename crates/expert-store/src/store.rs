@@ -17,6 +17,7 @@ use crate::pieces::{self, Piece};
 use crate::progress::Progress;
 use crate::select::{Selection, describe};
 use crate::stamp::FileStamp;
+use crate::whole::{LeftOut, NameWhole};
 use crate::{Key, StoreError, WorkOptions};
 
 /// How a store is opened; the default takes all there is and verifies what can be verified cheaply.
@@ -34,6 +35,8 @@ pub struct OpenOptions {
     pub progress: Option<Arc<dyn Progress>>,
     /// The part of the model to take.
     pub selection: Option<Selection>,
+    /// Whether such a part names the whole.
+    pub name_whole: NameWhole,
     /// Set to true to stop.
     pub cancel: Option<Arc<AtomicBool>>,
     /// Where the checkpoint of an in-place store lies now, if it was moved.
@@ -49,6 +52,7 @@ impl Default for OpenOptions {
             threads: 0,
             progress: None,
             selection: None,
+            name_whole: NameWhole::default(),
             cancel: None,
             checkpoint_override: None,
         }
@@ -128,6 +132,8 @@ pub struct Store {
     pub(crate) header_content_id: Option<u128>,
     pub(crate) v1: Option<expert_wire::v1::Manifest>,
     pub(crate) warnings: Vec<String>,
+    /// What it lacks of the whole that it is a part of.
+    pub(crate) left_out: Option<LeftOut>,
     content_id: Option<u128>,
     layout_id: u128,
     info: StoreInfo,
@@ -149,6 +155,7 @@ pub(crate) struct Parts {
     pub(crate) header_content_id: Option<u128>,
     pub(crate) v1: Option<expert_wire::v1::Manifest>,
     pub(crate) warnings: Vec<String>,
+    pub(crate) left_out: Option<LeftOut>,
 }
 
 impl Store {
@@ -184,6 +191,10 @@ impl Store {
             generation: parts.generation,
             content_id: content_id.map(hex128),
             layout_id: hex128(layout_id),
+            whole: parts
+                .left_out
+                .as_ref()
+                .and_then(|left_out| left_out.whole(stack, &parts.catalogue.layers)),
             layers,
         };
         Self {
@@ -198,6 +209,7 @@ impl Store {
             header_content_id: parts.header_content_id,
             v1: parts.v1,
             warnings: parts.warnings,
+            left_out: parts.left_out,
             content_id,
             layout_id,
             info,

@@ -7,7 +7,8 @@ impl Layer {
     /// values of small leaves stay those of the experts.
     ///
     /// A part of a packed layer is described by where each leaf lies in the packed file, because
-    /// the position of a record no longer follows from its rank.
+    /// the position of a record no longer follows from its rank. Where there are checksums the part
+    /// remembers the identities of the others ([`Layer::rest`]).
     ///
     /// *Errors*: text for people where `keep` is empty or names an expert that is not held.
     pub fn with_experts(&self, keep: &[u32]) -> Result<Self, String> {
@@ -97,7 +98,7 @@ impl Layer {
                 inline.push(values);
             }
         }
-        Self::new(
+        let mut part = Self::new(
             self.layer,
             self.model_layer,
             self.num_experts,
@@ -108,7 +109,9 @@ impl Layer {
             records,
             checksums,
             inline,
-        )
+        )?;
+        part.set_rest(self.rest_without(keep))?;
+        Ok(part)
     }
 
     fn source_of(&self, source: &LeafSource, members: &[usize]) -> LeafSource {

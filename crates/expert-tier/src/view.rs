@@ -110,6 +110,7 @@ impl View {
                 content_id: None,
                 layout_id: hex128(tag.id),
                 layers,
+                whole: None,
             },
             source: Source::V1(manifest),
             layers: Mutex::default(),

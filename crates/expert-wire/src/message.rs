@@ -99,7 +99,8 @@ struct RawWelcome {
 pub struct CatalogueRequest {
     /// Dense layer index.
     pub layer: u32,
-    /// Sum of [`SECTION_SEGMENTS`] and [`SECTION_CHECKSUMS`]: which columns to send beside the head.
+    /// Sum of [`SECTION_SEGMENTS`], [`SECTION_CHECKSUMS`] and [`SECTION_REST`]: which columns to send
+    /// beside the head.
     pub sections: u32,
 }
 
@@ -107,6 +108,9 @@ pub struct CatalogueRequest {
 pub const SECTION_SEGMENTS: u32 = 1;
 /// Section bit: chunk checksums.
 pub const SECTION_CHECKSUMS: u32 = 2;
+/// Identities of the layer's records that a part of a model does not hold. Asked only of a peer whose
+/// description names a whole.
+pub const SECTION_REST: u32 = 4;
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
@@ -405,7 +409,7 @@ impl CatalogueRequest {
     /// Reads it. *Errors*: wrong size or an unknown section bit.
     pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
         let raw: RawCatalogueRequest = exact("catalogue request", bytes)?;
-        if raw.sections.get() & !(SECTION_SEGMENTS | SECTION_CHECKSUMS) != 0 {
+        if raw.sections.get() & !(SECTION_SEGMENTS | SECTION_CHECKSUMS | SECTION_REST) != 0 {
             return Err(WireError::Unexpected {
                 what: "catalogue sections",
                 got: u64::from(raw.sections.get()),

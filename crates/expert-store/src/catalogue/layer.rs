@@ -33,6 +33,7 @@ impl Layer {
             records,
             checksums,
             inline,
+            rest: None,
             chunk_starts: Vec::new(),
             class_rank: Vec::new(),
         };
@@ -343,13 +344,19 @@ impl Layer {
     /// Identity of the layer's content; without checksums (or when told to leave them out) that of
     /// its layout alone. `docs/store.md`, "Content id".
     pub fn id(&self, with_checksums: bool) -> u128 {
+        self.id_over(
+            self.experts
+                .iter()
+                .copied()
+                .zip(self.record_ids(with_checksums)),
+        )
+    }
+
+    /// Identity of each record held, in order of expert.
+    pub(super) fn record_ids(&self, with_checksums: bool) -> impl ExactSizeIterator<Item = u128> {
         let class_ids: Vec<u128> = self.classes.iter().map(Class::id).collect();
-        let mut layer = Xxh3::new();
-        layer.update(&self.layer.to_le_bytes());
-        layer.update(&self.model_layer.to_le_bytes());
-        layer.update(&(self.experts.len() as u32).to_le_bytes());
         let mut record = Vec::new();
-        for (position, expert) in self.experts.iter().enumerate() {
+        (0..self.experts.len()).map(move |position| {
             let sums = match with_checksums {
                 true => self.record_checksums(position).unwrap_or(&[]),
                 false => &[],
@@ -362,8 +369,19 @@ impl Layer {
             for sum in sums {
                 record.extend_from_slice(&sum.to_le_bytes());
             }
+            xxh3_128(&record)
+        })
+    }
+
+    /// Identity of the layer with these records, ascending by expert.
+    pub(super) fn id_over(&self, records: impl ExactSizeIterator<Item = (u32, u128)>) -> u128 {
+        let mut layer = Xxh3::new();
+        layer.update(&self.layer.to_le_bytes());
+        layer.update(&self.model_layer.to_le_bytes());
+        layer.update(&(records.len() as u32).to_le_bytes());
+        for (expert, id) in records {
             layer.update(&expert.to_le_bytes());
-            layer.update(&xxh3_128(&record).to_le_bytes());
+            layer.update(&id.to_le_bytes());
         }
         layer.digest128()
     }

@@ -5,6 +5,7 @@
 mod audits;
 mod bench;
 mod builds;
+mod parts;
 mod round_trips;
 
 use std::collections::BTreeMap;

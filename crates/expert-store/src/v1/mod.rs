@@ -272,6 +272,7 @@ pub(crate) fn open(
         header_content_id: None,
         v1: manifest,
         warnings,
+        left_out: None,
     }))
 }
 

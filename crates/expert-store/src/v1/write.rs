@@ -138,6 +138,7 @@ pub fn pack_v1(source: &Store, out: &Path, options: &BuildOptions) -> Result<Rep
         store_bytes: payload_bytes + table.bytes,
         generation,
         content_id,
+        whole_content_id: None,
         layout_id: target.layout_id(),
         payload_digest: digest,
         warnings: [source.warnings(), &done.warnings].concat(),

@@ -105,7 +105,7 @@ fn any_frame() -> impl Strategy<Value = Vec<u8>> {
     prop_oneof![
         8 => (1u64..99, 0u32..9).prop_map(move |(id, n)| framed(FrameKind::Read, id, read(n).encode().to_vec())),
         2 => (1u64..99).prop_map(move |id| framed(FrameKind::StoreInfo, id, vec![])),
-        2 => (0u64..99, 0u32..5).prop_map(move |(id, sections)| framed(
+        2 => (0u64..99, 0u32..9).prop_map(move |(id, sections)| framed(
             FrameKind::Catalogue, id, CatalogueRequest { layer: 0, sections }.encode())),
         2 => (0u64..99, 0usize..70).prop_map(move |(id, n)| framed(FrameKind::Ping, id, vec![5; n])),
         1 => proptest::collection::vec(any::<u8>(), 0..40),
