@@ -13,6 +13,7 @@ use crate::config::{Class, Deadline, Verify};
 use crate::driver::{Driver, Outcome, Ticket};
 use crate::engine::{Committed, Failure, Order, later};
 use crate::error::TierError;
+use crate::peers::Watch;
 use crate::rail::ContentTag;
 use crate::record::Record;
 use crate::replan;
@@ -31,6 +32,8 @@ pub(crate) type Refresh = Box<dyn Fn(ContentTag, Instant) -> Result<View, TierEr
 
 /// See the module. *Field order is drop order*: the driver, and with it the rails, before the arena.
 pub(crate) struct Core {
+    /// Where there are several sources.
+    watch: Option<Watch>,
     driver: Driver,
     view: RwLock<Arc<View>>,
     refresh: Refresh,
@@ -55,6 +58,7 @@ impl Core {
         arena: Arc<ExpertArena>,
     ) -> Self {
         Self {
+            watch: None,
             driver,
             view: RwLock::new(Arc::new(view)),
             refresh,
@@ -77,6 +81,11 @@ impl Core {
         self.replanned.fetch_add(records, Ordering::Relaxed);
     }
 
+    /// With somebody who watches the sources.
+    pub(crate) fn watched_by(self, watch: Option<Watch>) -> Self {
+        Self { watch, ..self }
+    }
+
     pub(crate) fn arena(&self) -> &Arc<ExpertArena> {
         &self.arena
     }
@@ -88,12 +97,13 @@ impl Core {
     pub(crate) fn stats(&self) -> TierStats {
         TierStats {
             replanned: self.replanned.load(Ordering::Relaxed),
+            peers_refused: self.watch.as_ref().map_or(0, Watch::refused),
             ..self.driver.stats()
         }
     }
 
     pub(crate) fn info(&self) -> StoreInfo {
-        self.view().info.clone()
+        self.view().info()
     }
 
     pub(crate) fn view(&self) -> Arc<View> {

@@ -6,6 +6,7 @@
 //! give their memory back), and joins the thread, in that order, with a deadline.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -153,6 +154,8 @@ struct Control {
     notifier: Arc<Notifier>,
     snapshot: Mutex<Snapshot>,
     changed: Condvar,
+    /// The contents in the snapshot are others than before.
+    contents_changed: Condvar,
 }
 
 #[derive(Clone)]
@@ -162,8 +165,9 @@ struct Snapshot {
     settled: bool,
     preferred: bool,
     content: Option<ContentTag>,
-    /// What rails serve of which nothing is known.
-    strange: Vec<(RailId, ContentTag)>,
+    /// What working rails serve, and how often that changed.
+    contents: Vec<(RailId, ContentTag)>,
+    contents_run: u64,
     /// Grows with every change of a rail's state or content.
     run: u64,
     rails: String,
@@ -201,7 +205,18 @@ impl Driver {
         rails: Vec<Box<dyn Rail>>,
         notifier: Arc<Notifier>,
     ) -> std::io::Result<Self> {
-        let engine = Engine::new(
+        Self::start_knowing(name, config, rails, Vec::new(), notifier)
+    }
+
+    /// The same where it is known already what some contents are part of.
+    pub(crate) fn start_knowing(
+        name: &str,
+        config: EngineConfig,
+        rails: Vec<Box<dyn Rail>>,
+        holdings: Vec<(ContentTag, Holding)>,
+        notifier: Arc<Notifier>,
+    ) -> std::io::Result<Self> {
+        let mut engine = Engine::new(
             config,
             rails
                 .iter()
@@ -209,6 +224,9 @@ impl Driver {
             rand::random(),
             Instant::now(),
         );
+        for (content, holding) in holdings {
+            engine.learn(Instant::now(), content, holding);
+        }
         let control = Arc::new(Control {
             commands: Mutex::new(VecDeque::new()),
             notifier,
@@ -218,12 +236,14 @@ impl Driver {
                 settled: false,
                 preferred: false,
                 content: None,
-                strange: Vec::new(),
+                contents: Vec::new(),
+                contents_run: 0,
                 run: 0,
                 rails: engine.describe_rails(),
                 stopped: false,
             }),
             changed: Condvar::new(),
+            contents_changed: Condvar::new(),
         });
         let (end, ended) = mpsc::channel();
         let thread = std::thread::Builder::new()
@@ -323,19 +343,59 @@ impl Driver {
         lock(&self.control.snapshot).run
     }
 
-    /// Tells what a content is part of.
-    pub(crate) fn learn(&self, content: ContentTag, holding: Holding) {
-        self.control.push(Command::Learn(content, holding));
-    }
-
-    /// What rails serve of which nothing was told.
-    pub(crate) fn strange_contents(&self) -> Vec<(RailId, ContentTag)> {
-        lock(&self.control.snapshot).strange.clone()
+    /// For those who watch what the rails serve.
+    pub(crate) fn contents(&self) -> Contents {
+        Contents(self.control.clone())
     }
 
     /// Content of the first rail that works, or that worked last.
     pub(crate) fn content(&self) -> Option<ContentTag> {
         lock(&self.control.snapshot).content
+    }
+}
+
+/// What the rails serve, for a thread that watches it and tells what it is; does not keep the driver
+/// alive.
+#[derive(Clone)]
+pub(crate) struct Contents(Arc<Control>);
+
+impl Contents {
+    /// Tells what a content is part of.
+    pub(crate) fn learn(&self, content: ContentTag, holding: Holding) {
+        self.0.push(Command::Learn(content, holding));
+    }
+
+    /// Waits until working rails serve other contents than at `run`, or `limit` has come, or
+    /// [`Contents::wake`] was called; what they serve then, and its `run`. `None` once `end` is set or
+    /// the driver is gone.
+    pub(crate) fn wait_change(
+        &self,
+        run: u64,
+        limit: Instant,
+        end: &AtomicBool,
+    ) -> Option<(Vec<(RailId, ContentTag)>, u64)> {
+        let mut snapshot = lock(&self.0.snapshot);
+        loop {
+            if end.load(Ordering::SeqCst) || snapshot.stopped {
+                return None;
+            }
+            let now = Instant::now();
+            if snapshot.contents_run != run || now >= limit {
+                return Some((snapshot.contents.clone(), snapshot.contents_run));
+            }
+            snapshot = self
+                .0
+                .contents_changed
+                .wait_timeout(snapshot, until(now, limit))
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    /// Wakes those who wait, so that they see their end.
+    pub(crate) fn wake(&self) {
+        drop(lock(&self.0.snapshot));
+        self.0.contents_changed.notify_all();
     }
 }
 
@@ -535,12 +595,18 @@ impl Run {
         snapshot.settled = self.engine.is_settled();
         snapshot.preferred = self.engine.is_preferred_up();
         snapshot.content = self.engine.content();
-        snapshot.strange.clear();
-        snapshot.strange.extend(self.engine.strange_contents());
+        let is_other = !self.engine.contents().eq(snapshot.contents.iter().copied());
+        if is_other {
+            snapshot.contents = self.engine.contents().collect();
+            snapshot.contents_run += 1;
+        }
         snapshot.run = self.engine.rails_revision();
         snapshot.rails = self.engine.describe_rails();
         drop(snapshot);
         self.control.changed.notify_all();
+        if is_other {
+            self.control.contents_changed.notify_all();
+        }
     }
 
     fn stop(&mut self) {
@@ -571,5 +637,6 @@ impl Drop for Run {
         }
         self.control.refuse_commands();
         self.control.changed.notify_all();
+        self.control.contents_changed.notify_all();
     }
 }

@@ -10,6 +10,7 @@ use atlas_rdma::choose::parse_rails;
 use expert_store::info::parse_hex128;
 
 use crate::error::TierError;
+use crate::peers::Sources;
 use crate::rails::verbs::{RailSlot, RailsWanted, VerbsOptions};
 
 /// Device of the first rail where it exists: the first users' machines have it.
@@ -17,20 +18,12 @@ const FIRST_DEVICE: &str = "roceP2p1s0f1";
 /// ... and of the second.
 const SECOND_DEVICE: &str = "rocep1s0f1";
 
-/// `ATLAS_EXPERT_PEER`: `host:port` of the peer.
+/// `ATLAS_EXPERT_PEER`: `host:port` of the peer, or several with commas.
 pub fn peer() -> Result<Option<String>, TierError> {
     let Some(value) = text("ATLAS_EXPERT_PEER")? else {
         return Ok(None);
     };
-    if value.contains(',') {
-        return Err(bad(
-            "ATLAS_EXPERT_PEER",
-            &value,
-            "several peers are not supported yet; name one host:port",
-        ));
-    }
-    crate::rails::socket::check_addr(&value)
-        .map_err(|e| bad("ATLAS_EXPERT_PEER", &value, &e.to_string()))?;
+    Sources::of_peers(&value).map_err(|e| bad("ATLAS_EXPERT_PEER", &value, &e.to_string()))?;
     Ok(Some(value))
 }
 

@@ -66,13 +66,51 @@ pub enum TierError {
     },
     /// The peer serves another model than the one insisted on.
     #[error(
-        "peer serves content id {got}, expected {want}: it is another model, or another build of it"
+        "{addr} has content id {got}, expected {want}: it is another model, or another build of it"
     )]
     OtherContent {
+        /// Name of the source.
+        addr: String,
         /// What it serves.
         got: String,
         /// What was insisted on.
         want: String,
+    },
+    /// Sources of different models.
+    #[error(
+        "sources have different models: {one} has content {one_id}, {other} has {other_id}; drop one of them, or say which is meant with --expect-content-id"
+    )]
+    DifferentContents {
+        /// Name of one.
+        one: String,
+        /// What it has, or is a part of.
+        one_id: String,
+        /// Name of another.
+        other: String,
+        /// What that has, or is a part of.
+        other_id: String,
+    },
+    /// Nothing proves that a source has the same content as others.
+    #[error(
+        "{name} cannot be one of several sources: {why}, so nothing proves that all of them have the same content; use it alone"
+    )]
+    Unproven {
+        /// Name of the source.
+        name: String,
+        /// What is missing.
+        why: String,
+    },
+    /// The sources do not add up to the whole.
+    #[error(
+        "content {content} is incomplete: no source has {missing} (sources: {sources}); start a peer that has them, or allow it (--allow-missing)"
+    )]
+    Missing {
+        /// The content.
+        content: String,
+        /// The records that nobody has, by layer and range.
+        missing: String,
+        /// All sources.
+        sources: String,
     },
     /// No such record.
     #[error("{key}: {why}")]

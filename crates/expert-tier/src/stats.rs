@@ -195,6 +195,8 @@ pub struct TierStats {
     pub fallbacks: u64,
     /// Times that rails of a lower preference took over because no preferred one worked.
     pub takeovers: u64,
+    /// Times that a peer was refused because of what it serves, or says that it does.
+    pub peers_refused: u64,
     /// Requests refused with back-pressure.
     pub backpressure: u64,
     /// Records fetched once more because their content had changed under way.

@@ -1,8 +1,7 @@
-//! The tiers that callers use: [`RdmaTier`] over a peer, [`UmaTier`] and [`PosixTier`] over a store on this machine.
+//! The tiers that callers use: [`RdmaTier`] over peers, [`UmaTier`] and [`PosixTier`] over a store on this machine.
 
 mod files;
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,22 +9,14 @@ use expert_arena::{ArenaBuilder, ExpertArena, SlotId};
 use expert_store::Layer;
 use expert_store::info::{StoreInfo, hex128};
 use expert_wire::Key;
-use expert_wire::client::{Outcome, Protocol};
+use expert_wire::client::Protocol;
 
 use crate::config::{Class, Deadline, EngineConfig, Verify};
-use crate::control::Control;
 use crate::core::{Core, Pending};
-use crate::driver::Driver;
 use crate::engine::later;
 use crate::error::TierError;
-use crate::notify::Notifier;
-use crate::rail::{ContentTag, Rail};
-use crate::rails::socket;
-use crate::rails::tcp::{TcpConfig, TcpRail, v1_tag};
 use crate::rails::uma::{IoReport, IoState};
-use crate::rails::verbs::{
-    OwnRail, V1Run, VerbsConfig, VerbsOptions, VerbsRail, find_rails, rails_of_peer,
-};
+use crate::rails::verbs::VerbsOptions;
 use crate::record::Record;
 use crate::stats::TierStats;
 use crate::view::View;
@@ -155,16 +146,17 @@ impl<T: ExpertTier + ?Sized> ExpertTier for Box<T> {
 /// How a tier is made; each method replaces a default.
 #[derive(Debug)]
 pub struct TierBuilder {
-    engine: EngineConfig,
-    verify: Verify,
-    deadline: Deadline,
-    streams: u32,
-    protocol: Protocol,
-    expect_content_id: Option<u128>,
-    replan_changed: bool,
-    connect_timeout: Duration,
-    stall: Duration,
-    verbs: Option<VerbsOptions>,
+    pub(crate) engine: EngineConfig,
+    pub(crate) verify: Verify,
+    pub(crate) deadline: Deadline,
+    pub(crate) streams: u32,
+    pub(crate) protocol: Protocol,
+    pub(crate) expect_content_id: Option<u128>,
+    pub(crate) connect_timeout: Duration,
+    pub(crate) stall: Duration,
+    pub(crate) allow_missing: bool,
+    pub(crate) verbs: Option<VerbsOptions>,
+    pub(crate) replan_changed: bool,
     uma_depth: u32,
     uma_direct: bool,
     uma_ring: bool,
@@ -186,6 +178,7 @@ impl Default for TierBuilder {
             // TCP repeats a lost segment after 200 ms at the earliest, and again after 400: only
             // a pause beyond both says that the path is dead. (A queue pair is judged at 200 ms.)
             stall: Duration::from_secs(1),
+            allow_missing: false,
             verbs: None,
             // What a disk needs to be busy is 8 at most; the rest is on its way to the slots meanwhile.
             uma_depth: 16,
@@ -249,6 +242,13 @@ impl TierBuilder {
         self
     }
 
+    /// Connect although no source has some of the records: asking for one of them fails, until a peer
+    /// that has it joins. Default: refuse, and say which they are.
+    pub fn allow_missing(mut self, allow: bool) -> Self {
+        self.allow_missing = allow;
+        self
+    }
+
     /// Time for a connection and its handshake.
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
         self.connect_timeout = timeout;
@@ -288,181 +288,7 @@ impl TierBuilder {
         self
     }
 
-    /// Asks a peer what it serves, without an arena: for sizing one.
-    pub fn describe(&self, addr: &str) -> Result<StoreInfo, TierError> {
-        let limit = later(Instant::now(), self.connect_timeout);
-        Ok(self.meet(addr, limit)?.view.info)
-    }
-
-    /// Connects to a peer, with records landing in `arena`.
-    ///
-    /// *Errors*: [`TierError::NoVerbs`] where verbs are required and cannot be had,
-    /// [`TierError::Connect`], [`TierError::Handshake`], [`TierError::Catalogue`],
-    /// [`TierError::OtherContent`], each within the connect time-out (and, where `addr` is a name,
-    /// the time that the system's resolver takes).
-    pub fn connect(self, addr: &str, arena: Arc<ExpertArena>) -> Result<RdmaTier, TierError> {
-        let limit = later(Instant::now(), self.connect_timeout);
-        self.check_streams()?;
-        let Met { view, control, v1 } = self.meet(addr, limit)?;
-        let notifier = Arc::new(Notifier::new().map_err(no_resources)?);
-        let mut rails: Vec<Box<dyn Rail>> = Vec::new();
-        let mut kind = TierKind::Rdma;
-        let mut takeovers = 0;
-        if let Some(options) = &self.verbs {
-            match self.verbs_rails(addr, options, &control, v1, &arena, &notifier, limit) {
-                Ok(mut verbs) => {
-                    rails.append(&mut verbs);
-                    kind = TierKind::RdmaVerbs;
-                }
-                Err(why) if options.require => {
-                    return Err(TierError::NoVerbs { why });
-                }
-                Err(why) => {
-                    takeovers = 1;
-                    tracing::warn!("no verbs rail, records go over TCP: {why}");
-                }
-            }
-        }
-        let required = self.verbs.as_ref().is_some_and(|o| o.require);
-        if !required {
-            let rank = match rails.is_empty() {
-                true => 0,
-                false => 2,
-            };
-            rails.push(Box::new(self.tcp_rail(addr, rank, v1, &notifier)));
-        }
-        let driver = Driver::start("rdma-tier", self.engine.clone(), rails, notifier)
-            .map_err(no_resources)?;
-        driver.wait_healthy(limit).map_err(|why| match required {
-            true => TierError::NoVerbs { why },
-            false => TierError::Connect {
-                addr: addr.to_owned(),
-                why,
-            },
-        })?;
-        if kind == TierKind::RdmaVerbs && !driver.is_preferred() {
-            takeovers = 1;
-            tracing::warn!(
-                "no verbs rail came up, records go over TCP until one does: {}",
-                driver.describe()
-            );
-        }
-        let expect = self.expect_content_id;
-        let refresh = move |content: ContentTag, limit| {
-            let view = match v1 {
-                true => match control.hello(Protocol::V1, limit)? {
-                    Outcome::V1(manifest) => {
-                        let run = content.instance.map_or(0, |(run, _)| run);
-                        let tag = v1_tag(&manifest, run);
-                        View::of_v1(manifest, tag)
-                    }
-                    Outcome::V2(_) => unreachable!("v1 was insisted on"),
-                },
-                false => View::of_peer(&control, limit)?,
-            };
-            check_content(&view, expect)?;
-            Ok(view)
-        };
-        Ok(RdmaTier {
-            core: Core::new(
-                driver,
-                view,
-                Box::new(refresh),
-                self.verify,
-                self.deadline,
-                arena,
-            )
-            .replan_changed(self.replan_changed),
-            kind,
-            takeovers,
-        })
-    }
-
-    fn tcp_rail(&self, addr: &str, rank: u8, v1: bool, notifier: &Arc<Notifier>) -> TcpRail {
-        TcpRail::new(
-            TcpConfig {
-                addr: addr.to_owned(),
-                streams: self.streams,
-                protocol: self.protocol,
-                v1,
-                client_id: rand::random(),
-                connect_timeout: self.connect_timeout,
-                stall: self.stall,
-                rank,
-                read_bytes: self
-                    .engine
-                    .posted_bytes(u64::from(expert_wire::limits::READ_MAX_BYTES)),
-            },
-            notifier.clone(),
-        )
-    }
-
-    /// The verbs rails, and a TCP rail on the path of each where that may take over.
-    #[allow(clippy::too_many_arguments)] // what `connect` has in its hands
-    fn verbs_rails(
-        &self,
-        addr: &str,
-        options: &VerbsOptions,
-        control: &Arc<Control>,
-        v1: bool,
-        arena: &Arc<ExpertArena>,
-        notifier: &Arc<Notifier>,
-        limit: Instant,
-    ) -> Result<Vec<Box<dyn Rail>>, String> {
-        options.check()?;
-        let mut locals = Vec::new();
-        let mut trouble = Vec::new();
-        for found in find_rails(options)? {
-            match OwnRail::open(&found, arena, options) {
-                Ok(local) => locals.push(local),
-                Err(e) => trouble.push(e.to_string()),
-            }
-        }
-        if locals.is_empty() {
-            return Err(trouble.join("; "));
-        }
-        for why in trouble {
-            tracing::warn!("a rail is left out: {why}");
-        }
-        let port = addr.rsplit_once(':').map_or("", |(_, port)| port);
-        let addresses: Vec<Option<String>> = match v1 {
-            true => vec![None; locals.len()],
-            false => rails_of_peer(control, &locals, limit)
-                .map_err(|e| e.to_string())?
-                .into_iter()
-                .map(|ip| {
-                    let ip = ip?;
-                    let on_rail = SocketAddr::new(ip, port.parse().ok()?).to_string();
-                    (on_rail != addr).then_some(on_rail)
-                })
-                .collect(),
-        };
-        let locals = Arc::new(locals);
-        let run = v1.then(|| Arc::new(V1Run::new()));
-        let client_id = rand::random();
-        let mut rails: Vec<Box<dyn Rail>> = Vec::new();
-        for (index, on_rail) in addresses.iter().enumerate() {
-            let config = VerbsConfig {
-                addr: addr.to_owned(),
-                addr_on_rail: on_rail.clone(),
-                client_id,
-                options: options.clone(),
-                rails: locals.clone(),
-                index,
-                v1: run.clone(),
-                connect_timeout: self.connect_timeout,
-            };
-            rails.push(Box::new(VerbsRail::new(config, notifier.clone())));
-        }
-        if !options.require {
-            for on_rail in addresses.iter().flatten() {
-                rails.push(Box::new(self.tcp_rail(on_rail, 1, false, notifier)));
-            }
-        }
-        Ok(rails)
-    }
-
-    fn check_streams(&self) -> Result<u32, TierError> {
+    pub(crate) fn check_streams(&self) -> Result<u32, TierError> {
         match self.streams {
             0 => {}
             n if n > expert_wire::limits::STREAMS_MAX => {}
@@ -474,58 +300,35 @@ impl TierBuilder {
             expert_wire::limits::STREAMS_MAX
         )))
     }
-
-    fn meet(&self, addr: &str, limit: Instant) -> Result<Met, TierError> {
-        socket::check_addr(addr)?;
-        let control = Arc::new(Control::new(addr, rand::random(), self.connect_timeout));
-        let (view, v1) = match control.hello(self.protocol, limit)? {
-            Outcome::V1(manifest) => {
-                let tag = v1_tag(&manifest, 0);
-                (View::of_v1(manifest, tag), true)
-            }
-            Outcome::V2(_) => (View::of_peer(&control, limit)?, false),
-        };
-        check_content(&view, self.expect_content_id)?;
-        if !view.has_checksums {
-            tracing::warn!(
-                %addr,
-                "the peer has no checksums for this store: bytes are not verified (index the store to have them)"
-            );
-        }
-        Ok(Met { view, control, v1 })
-    }
 }
 
-struct Met {
-    view: View,
-    control: Arc<Control>,
-    v1: bool,
-}
-
-fn check_content(view: &View, expect: Option<u128>) -> Result<(), TierError> {
+pub(crate) fn check_content(view: &View, expect: Option<u128>) -> Result<(), TierError> {
     match expect {
-        Some(want) if view.info.content_id != Some(hex128(want)) => Err(TierError::OtherContent {
-            got: view
-                .info
-                .content_id
-                .clone()
-                .unwrap_or_else(|| "none (no checksums)".into()),
-            want: hex128(want),
-        }),
+        Some(want) if view.first_info().content_id != Some(hex128(want)) => {
+            Err(TierError::OtherContent {
+                addr: view.name(),
+                got: view
+                    .first_info()
+                    .content_id
+                    .clone()
+                    .unwrap_or_else(|| "none (no checksums)".into()),
+                want: hex128(want),
+            })
+        }
         _ => Ok(()),
     }
 }
 
-fn no_resources(e: std::io::Error) -> TierError {
+pub(crate) fn no_resources(e: std::io::Error) -> TierError {
     TierError::Config(format!("no thread or descriptor for the tier: {e}"))
 }
 
-/// Fetches from a peer. *Drop order*: rails, then the arena (see `core`).
+/// Fetches from a peer, or from several. *Drop order*: rails, then the arena (see `core`).
 pub struct RdmaTier {
-    core: Core,
-    kind: TierKind,
-    /// Before the driver began: TCP instead of verbs.
-    takeovers: u64,
+    pub(crate) core: Core,
+    pub(crate) kind: TierKind,
+    /// Before the driver began: less preferred rails instead of others.
+    pub(crate) takeovers: u64,
 }
 
 /// Reads a store on this machine past the page cache, many reads at once.

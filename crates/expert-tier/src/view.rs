@@ -6,25 +6,27 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use expert_store::catalogue::{
-    Class, Container, Layer, Leaf, Records, Role, StackClass, Stacking, Transform, stack_id,
+    Class, Container, Layer, Leaf, Records, Role, StackClass, Stacking, Transform,
 };
 use expert_store::codec;
 use expert_store::info::{LayerInfo, StoreInfo, StoreKind, hex128, parse_hex128};
 use expert_store::{Dtype, Store};
+use expert_wire::Key;
 use expert_wire::frame::FrameKind;
-use expert_wire::message::{CatalogueRequest, SECTION_CHECKSUMS};
+use expert_wire::message::{CatalogueRequest, SECTION_CHECKSUMS, SECTION_REST};
 use expert_wire::v1::Manifest;
-use expert_wire::{Key, limits};
 
 use crate::control::Control;
+use crate::coverage::{Coverage, Holding};
 use crate::error::TierError;
+use crate::peers::Union;
 use crate::rail::ContentTag;
 use crate::sync::lock;
 
 /// One content and what is known of it. Immutable but for the cache of layers.
 pub(crate) struct View {
     pub(crate) tag: ContentTag,
-    pub(crate) info: StoreInfo,
+    info: StoreInfo,
     /// Whether every chunk has a checksum.
     pub(crate) has_checksums: bool,
     source: Source,
@@ -35,6 +37,8 @@ enum Source {
     Peer(Arc<Control>),
     Store(Arc<Store>),
     V1(Box<Manifest>),
+    /// Several of these, put together.
+    Union(Arc<Union>),
 }
 
 impl View {
@@ -49,7 +53,7 @@ impl View {
         let (json, welcome) =
             control.ask(FrameKind::StoreInfo, &[], FrameKind::StoreInfoReply, limit)?;
         let info: StoreInfo = serde_json::from_slice(&json).map_err(|e| unsound(e.to_string()))?;
-        check_info(&info).map_err(unsound)?;
+        info.check().map_err(unsound)?;
         let id = match &info.content_id {
             Some(id) => Some(parse_hex128(id).map_err(unsound)?),
             None => None,
@@ -117,11 +121,91 @@ impl View {
         }
     }
 
+    /// Several sources of one content.
+    pub(crate) fn of_union(union: Arc<Union>) -> Self {
+        Self {
+            tag: union.tag(),
+            has_checksums: true,
+            info: union.info(),
+            source: Source::Union(union),
+            layers: Mutex::default(),
+        }
+    }
+
+    /// What there is to fetch, as far as it is known now.
+    pub(crate) fn info(&self) -> StoreInfo {
+        match &self.source {
+            Source::Union(union) => union.info(),
+            _ => self.info.clone(),
+        }
+    }
+
+    /// The same as it was at the beginning.
+    pub(crate) fn first_info(&self) -> &StoreInfo {
+        &self.info
+    }
+
+    /// Name of the source, for people.
+    pub(crate) fn name(&self) -> String {
+        match &self.source {
+            Source::Peer(control) => control.addr().to_owned(),
+            Source::Store(store) => store.path().display().to_string(),
+            Source::V1(_) => "a v1 peer".into(),
+            Source::Union(_) => "several peers".into(),
+        }
+    }
+
+    /// The content that it is, or is a part of; `None` without checksums, because then nothing
+    /// proves that two sources are of one. What the caller insists on is never a part.
+    pub(crate) fn group(&self, expect: Option<u128>) -> Option<ContentTag> {
+        let own = self.has_checksums.then_some(self.tag)?;
+        let whole = self.info.whole.as_ref().filter(|_| Some(own.id) != expect);
+        Some(match whole.and_then(|w| parse_hex128(&w.content_id).ok()) {
+            Some(id) => ContentTag { id, instance: None },
+            None => own,
+        })
+    }
+
+    /// The records that it has.
+    pub(crate) fn coverage(&self) -> Coverage {
+        Coverage::of(&self.info)
+    }
+
+    /// What the engine is told of it as a source of `group`.
+    pub(crate) fn holding(&self, group: ContentTag) -> Holding {
+        match group == self.tag {
+            true => Holding::default(),
+            false => Holding {
+                whole: Some(group),
+                held: Some(Arc::new(self.coverage())),
+            },
+        }
+    }
+
+    /// Asks a part for all its layers: each must belong to the whole that it names.
+    ///
+    /// *Errors*: it does not, or the peer does not answer.
+    pub(crate) fn prove(&self, limit: Instant) -> Result<(), TierError> {
+        for layer in &self.info.layers {
+            let key = Key::new(layer.layer, 0);
+            self.layer(key, limit)?;
+        }
+        Ok(())
+    }
+
+    /// Whether a layer's catalogue is here, so that nobody has to be asked for it.
+    pub(crate) fn has_layer(&self, layer: u32) -> bool {
+        matches!(self.source, Source::Store(_)) || lock(&self.layers).contains_key(&layer)
+    }
+
     /// Finds a record: its layer and its position there.
     ///
     /// *Errors*: [`TierError::NoSuchRecord`], [`TierError::IdentityExpert`], or trouble in getting
     /// the layer's catalogue.
     pub(crate) fn find(&self, key: Key, limit: Instant) -> Result<(Arc<Layer>, usize), TierError> {
+        if let Source::Union(union) = &self.source {
+            return union.find(key, limit);
+        }
         let layer = self.layer(key, limit)?;
         if let Some(position) = layer.position(key.expert) {
             return Ok((layer, position));
@@ -164,6 +248,7 @@ impl View {
             }
             Source::V1(manifest) => v1_layer(manifest, info).map_err(TierError::Config)?,
             Source::Peer(control) => self.load(control, key, info, limit)?,
+            Source::Union(_) => unreachable!("found above"),
         });
         Ok(cached().entry(key.layer).or_insert(layer).clone())
     }
@@ -181,7 +266,10 @@ impl View {
         };
         let request = CatalogueRequest {
             layer: info.layer,
-            sections: SECTION_CHECKSUMS,
+            sections: match &self.info.whole {
+                Some(_) => SECTION_CHECKSUMS | SECTION_REST,
+                None => SECTION_CHECKSUMS,
+            },
         };
         let answer = control.ask(
             FrameKind::Catalogue,
@@ -198,7 +286,7 @@ impl View {
             return Err(TierError::ContentChanged { key });
         }
         let (blob, _) = answer?;
-        let layer = codec::decode_layer(&blob).map_err(unsound)?;
+        let mut layer = codec::decode_layer(&blob).map_err(unsound)?;
         let got = LayerInfo::of(&layer);
         if got != *info {
             return Err(unsound(
@@ -208,44 +296,20 @@ impl View {
         if layer.checksums.is_some() != self.has_checksums {
             return Err(unsound("checksums are missing".into()));
         }
+        if let Some(whole) = &self.info.whole {
+            let mut of_whole = whole.layers.iter().filter(|l| l.layer == info.layer);
+            let id = layer.whole_id().map(hex128);
+            if !of_whole.any(|l| Some(&l.id) == id.as_ref()) {
+                return Err(unsound(format!(
+                    "it is not a part of content {}, as the peer says; drop this peer",
+                    whole.content_id
+                )));
+            }
+            // Proven: they are of no more use.
+            layer.set_rest(None).map_err(unsound)?;
+        }
         Ok(layer)
     }
-}
-
-/// A description from outside: bounded, ascending, and its ids add up to the content id.
-fn check_info(info: &StoreInfo) -> Result<(), String> {
-    if info.layers.is_empty() || info.layers.len() > limits::LAYERS_MAX as usize {
-        return Err(format!(
-            "{} layers, the limits are 1 and {}",
-            info.layers.len(),
-            limits::LAYERS_MAX
-        ));
-    }
-    if !info.layers.windows(2).all(|w| w[0].layer < w[1].layer) {
-        return Err("layers do not ascend".into());
-    }
-    let mut ids = Vec::with_capacity(info.layers.len());
-    for layer in &info.layers {
-        codec::from_ranges(&layer.experts, limits::EXPERTS_MAX)?;
-        if layer.layer >= limits::LAYERS_MAX {
-            return Err(format!(
-                "layer {}, the limit is {}",
-                layer.layer,
-                limits::LAYERS_MAX
-            ));
-        }
-        if layer.image_bytes_max > expert_store::catalogue::IMAGE_MAX_BYTES {
-            return Err(format!("a record image of {} bytes", layer.image_bytes_max));
-        }
-        ids.push((layer.layer, parse_hex128(&layer.id)?));
-    }
-    let id = hex128(stack_id(&info.stack, ids.into_iter()));
-    let want = info.content_id.as_ref().unwrap_or(&info.layout_id);
-    // A v1 store's description follows the same rule: its layers are hashed alike.
-    if id != *want {
-        return Err(format!("its layers make content id {id}, it says {want}"));
-    }
-    Ok(())
 }
 
 fn describe_layers(info: &StoreInfo) -> String {

@@ -353,6 +353,12 @@ impl Engine {
         })
     }
 
+    /// What working rails say that they serve.
+    pub fn contents(&self) -> impl Iterator<Item = (RailId, ContentTag)> {
+        let up = self.rails.iter().enumerate().filter(|(_, b)| b.is_up());
+        up.filter_map(|(i, book)| Some((RailId(i), book.content?)))
+    }
+
     /// Changes whenever a request ends or a rail changes state or content.
     pub fn revision(&self) -> u64 {
         self.counters.requests + self.counters.backpressure + self.rails_revision()
@@ -404,6 +410,7 @@ impl Engine {
             unverified: self.counters.unverified,
             fallbacks: self.counters.fallbacks,
             takeovers: self.counters.takeovers,
+            peers_refused: 0,
             backpressure: self.counters.backpressure,
             replanned: 0, // above the engine
             limits: self.limits,

@@ -55,6 +55,8 @@ pub(crate) struct VerbsConfig {
     /// All rails of the tier, this one at `index`: they are paired with the peer's together.
     pub(crate) rails: Arc<Vec<OwnRail>>,
     pub(crate) index: usize,
+    /// Whether its name has the peer in it, because there are several.
+    pub(crate) name_peer: bool,
     /// Set where the peer speaks v1.
     pub(crate) v1: Option<Arc<V1Run>>,
     pub(crate) connect_timeout: Duration,
@@ -83,7 +85,10 @@ pub(crate) struct VerbsRail {
 impl VerbsRail {
     pub(crate) fn new(config: VerbsConfig, notifier: Arc<Notifier>) -> Self {
         Self {
-            name: format!("verbs:{}", config.local().name()),
+            name: match config.name_peer {
+                true => format!("verbs:{}:{}", config.local().name(), config.addr),
+                false => format!("verbs:{}", config.local().name()),
+            },
             shared: Arc::new(RailShared::new(notifier)),
             attempt: None,
             lane_stall: config.options.stall,
