@@ -56,6 +56,7 @@ pub struct ExpertArena {
     id: u64,
     device_base: OnceLock<u64>,
     poison: Poison,
+    poison_freed: bool,
     report: ArenaReport,
     /// Taken only by `drop`.
     backing: Option<Backing>,
@@ -85,6 +86,7 @@ impl ExpertArena {
         backing: Backing,
         report: ArenaReport,
         poison: Poison,
+        poison_freed: bool,
         device_base: Option<u64>,
     ) -> Self {
         static NEXT_ID: AtomicU64 = AtomicU64::new(1);
@@ -102,6 +104,7 @@ impl ExpertArena {
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             device_base: device_base.map_or_else(OnceLock::new, OnceLock::from),
             poison,
+            poison_freed,
             report,
             backing: Some(backing),
         }
@@ -286,10 +289,11 @@ impl ExpertArena {
     /// [`ArenaError::StaleResidency`] when the slot does not hold it (any more), [`ArenaError::WrongArena`].
     pub fn evict(&self, residency: &Residency) -> Result<bool, ArenaError> {
         let slot = self.check_arena(residency)?;
-        let mut table = self.table(slot.slab);
-        table
-            .evict(slot.slot, residency.generation)
-            .ok_or_else(|| stale(residency, &table))
+        self.end_use(slot, |table| {
+            table
+                .evict(slot.slot, residency.generation)
+                .ok_or_else(|| stale(residency, table))
+        })
     }
 
     fn check_arena(&self, residency: &Residency) -> Result<SlotId, ArenaError> {
@@ -319,9 +323,9 @@ impl ExpertArena {
             fences.retain(|pending| !pending.fence.fired());
             let unfired = fences.len();
             let fired = before - unfired;
-            let (freed, queue) =
-                self.table(slot.slab)
-                    .return_fences(slot.slot, fences, fired as u64);
+            let (freed, queue) = self.end_use(slot, |table| {
+                table.return_fences(slot.slot, fences, fired as u64)
+            });
             report.fired += fired;
             report.freed += usize::from(freed);
             report.pending += unfired;
@@ -370,6 +374,19 @@ impl ExpertArena {
         }
     }
 
+    /// Does something to the table of a slab that exists which may free this slot: all that does goes through here.
+    pub(crate) fn end_use<R>(&self, slot: SlotId, change: impl FnOnce(&mut SlotTable) -> R) -> R {
+        let mut table = self.table(slot.slab);
+        let was_free = table.slot(slot.slot).state == SlotState::Free;
+        let result = change(&mut table);
+        let is_free = table.slot(slot.slot).state == SlotState::Free;
+        if self.poison_freed && is_free && !was_free {
+            // Under the lock, or a landing could begin meanwhile.
+            self.fill_slot(slot, 0, self.slot_bytes(slot.slab), POISON_BYTE);
+        }
+        result
+    }
+
     /// The table of a slab that exists.
     pub(crate) fn table(&self, slab: u32) -> MutexGuard<'_, SlotTable> {
         lock(&self.slabs[slab as usize].table)
@@ -413,14 +430,14 @@ impl ExpertArena {
         self.fill_slot(slot, image_bytes, padding, 0);
     }
 
-    /// Callers own the slot: it is Landing, theirs, and no range of it exists.
+    /// Callers own the slot: it is Landing, theirs, and no range of it exists; or it is Free, and they hold its table.
     fn fill_slot(&self, slot: SlotId, at: usize, bytes: usize, value: u8) {
         assert!(at + bytes <= self.slot_bytes(slot.slab));
         let base = self.slot_ptr(slot);
         // SAFETY: `at` is at most the size of the slot, which lies inside the backing.
         let start = unsafe { base.add(at) };
         // SAFETY: `start..start + bytes` lies inside the slot (asserted) and the slot inside the writable backing; the
-        // slot is Landing and has no range, so nobody else reads or writes it.
+        // slot is Landing and has no range, or Free with its table locked, so nobody else reads or writes it.
         unsafe { start.write_bytes(value, bytes) };
     }
 }

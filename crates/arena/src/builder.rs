@@ -30,6 +30,7 @@ pub struct ArenaBuilder {
     numa_node: Option<u32>,
     reserve_bytes: Option<u64>,
     poison: Poison,
+    poison_freed: bool,
     foreign: Option<ForeignMemory>,
     device_base: Option<u64>,
     system: System,
@@ -83,6 +84,16 @@ impl ArenaBuilder {
     /// How much of a slot is poisoned before a landing.
     pub fn poison(mut self, poison: Poison) -> Self {
         self.poison = poison;
+        self
+    }
+
+    /// Whether a slot is also poisoned, every byte of it, at the moment that it becomes Free: whoever kept an address
+    /// beyond its lease then reads NaN at once, not only when the next image lands. For proofs: the slab's lock is held
+    /// meanwhile. Off by default.
+    ///
+    /// A landing that begins in a Committed slot evicts and takes it in one step; there [`poison`](Self::poison) decides.
+    pub fn poison_freed(mut self, poison_freed: bool) -> Self {
+        self.poison_freed = poison_freed;
         self
     }
 
@@ -148,6 +159,7 @@ impl ArenaBuilder {
             backing,
             report,
             self.poison,
+            self.poison_freed,
             device_base,
         ))
     }

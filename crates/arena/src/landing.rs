@@ -125,7 +125,8 @@ impl Landing {
 impl Drop for Landing {
     fn drop(&mut self) {
         if !self.committed {
-            self.arena.table(self.slot.slab).abandon(self.slot.slot);
+            self.arena
+                .end_use(self.slot, |table| table.abandon(self.slot.slot));
         }
     }
 }

@@ -133,7 +133,8 @@ impl AsRef<[u8]> for Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.arena.table(self.slot.slab).lease_gone(self.slot.slot);
+        self.arena
+            .end_use(self.slot, |table| table.lease_gone(self.slot.slot));
     }
 }
 

@@ -222,11 +222,12 @@ impl Drop for LandingRange {
     fn drop(&mut self) {
         let slot = self.slot;
         match self.ending {
-            Ending::Dropped => self.arena.table(slot.slab).range_dropped(slot.slot),
+            Ending::Dropped => self
+                .arena
+                .end_use(slot, |table| table.range_dropped(slot.slot)),
             Ending::Retired => self
                 .arena
-                .table(slot.slab)
-                .range_retired(slot.slot, self.len),
+                .end_use(slot, |table| table.range_retired(slot.slot, self.len)),
             Ending::Leaked => {
                 tracing::warn!("{slot} is lost: a device may still write to it");
                 self.arena.table(slot.slab).range_leaked(slot.slot);

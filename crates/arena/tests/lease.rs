@@ -3,7 +3,10 @@
 mod common;
 
 use common::{Switch, heap_arena, land, slot};
-use expert_arena::{ArenaError, ExpertArena, Fence, Lease, Poison, SlotState};
+use expert_arena::{
+    ArenaBuilder, ArenaError, ExpertArena, Fence, ForeignMemory, Lease, POISON_BYTE, Poison,
+    SlotState,
+};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -94,6 +97,76 @@ fn evicting_an_unread_image_frees_its_slot_at_once() {
     ));
     assert!(arena.evict(&residency).is_err());
     assert!(arena.acquire(1).is_ok());
+}
+
+/// The bytes in the middle of a slot that was landed in before, where the next landing leaves no poison of its own.
+fn left_behind(arena: &Arc<ExpertArena>) -> Vec<u8> {
+    let mut landing = arena.begin_landing(slot(0), 4096).unwrap();
+    let range = landing.split(4096).unwrap();
+    let mut bytes = vec![0; 2048];
+    range.copy_out(1024, &mut bytes);
+    bytes
+}
+
+fn arena_that_poisons(poison_freed: bool) -> Arc<ExpertArena> {
+    let builder = ArenaBuilder::new()
+        .slab(1, 4096)
+        .foreign(ForeignMemory::heap(4096).unwrap())
+        .poison(Poison::Marks)
+        .poison_freed(poison_freed);
+    Arc::new(builder.build().unwrap())
+}
+
+#[test]
+fn slot_is_full_of_nan_once_it_is_free_where_that_was_asked_for() {
+    for (poison_freed, left) in [(true, POISON_BYTE), (false, 7)] {
+        type End = fn(&Arc<ExpertArena>, Lease);
+        let ends: [(&str, End); 4] = [
+            ("evicted", |arena, lease| {
+                let residency = lease.residency();
+                drop(lease);
+                assert!(arena.evict(&residency).unwrap());
+            }),
+            ("evicted while leased", |arena, lease| {
+                assert!(!arena.evict(&lease.residency()).unwrap());
+                assert!(lease.iter().all(|&byte| byte == 7));
+                drop(lease);
+            }),
+            ("released behind a fence", |arena, lease| {
+                let fence = Switch::default();
+                lease.release_after(Box::new(fence.clone()));
+                arena.reap();
+                fence.fire();
+                assert_eq!(arena.reap().freed, 1);
+            }),
+            ("abandoned by a landing", |arena, lease| {
+                drop(lease);
+                let mut landing = arena.begin_landing(slot(0), 4096).unwrap();
+                let mut range = landing.split(4096).unwrap();
+                drop(landing);
+                // Late, into quarantine.
+                range.write(0, &[7; 4096]);
+                drop(range);
+            }),
+        ];
+        for (what, end) in ends {
+            let arena = arena_that_poisons(poison_freed);
+            let lease = land(arena.begin_landing(slot(0), 4096).unwrap(), &[7; 4096]);
+            end(&arena, lease);
+            assert_eq!(arena.slot_state(slot(0)), Some(SlotState::Free), "{what}");
+            let bytes = left_behind(&arena);
+            assert!(bytes.iter().all(|&byte| byte == left), "{what}: {bytes:?}");
+        }
+    }
+}
+
+#[test]
+fn cached_image_survives_its_last_lease_where_freed_slots_are_poisoned() {
+    let arena = arena_that_poisons(true);
+    let lease = leased(&arena, 0);
+    let residency = lease.residency();
+    drop(lease);
+    assert_eq!(&arena.lease(&residency).unwrap()[..], b"image");
 }
 
 #[test]
