@@ -21,6 +21,7 @@ pub mod replay;
 pub mod report;
 pub mod signals;
 pub mod sim;
+pub mod source;
 mod svg;
 pub mod synth;
 pub mod synth_trace;

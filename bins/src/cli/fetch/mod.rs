@@ -1,37 +1,29 @@
 //! `atlas-expert fetch`: every record, or some, through a backend into an arena, proven and timed.
 
 mod report;
-mod uma;
-mod verbs;
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use clap::ValueEnum;
 use expert_arena::{ArenaBuilder, ExpertArena, SlotId};
+use expert_store::Key;
 use expert_store::digest::PayloadDigest;
-use expert_store::info::{StoreInfo, hex128, parse_hex128};
+use expert_store::info::{StoreInfo, hex128};
 use expert_store::progress::Progress;
 use expert_store::select::Selection;
-use expert_store::{Key, OpenOptions, Store};
-use expert_tier::{
-    Deadline, EngineConfig, ExpertTier, OnFailure, Pending, Policy, TierBuilder, TierError, Verify,
-    env, largest_image_bytes,
-};
+use expert_tier::{ExpertTier, Pending, TierError, largest_image_bytes};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::args::SelectArgs;
 use super::output;
+use super::source::{How, SourceArgs};
 use super::{UsageError, bar, signals};
 use report::{Report, text};
-use uma::UmaArgs;
-use verbs::VerbsArgs;
 
 /// Records whose trouble is listed; more are counted.
 const ERRORS_SHOWN: u64 = 20;
@@ -39,21 +31,8 @@ const ERRORS_SHOWN: u64 = 20;
 /// Fetch records through a backend, prove every byte and print a digest of all of them.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Where records come from
-    #[arg(long, value_enum, default_value_t = Backend::Rdma)]
-    expert_backend: Backend,
-    /// Peer to fetch from; default: ATLAS_EXPERT_PEER
-    #[arg(long, value_name = "HOST:PORT")]
-    expert_peer: Option<String>,
-    /// Keep trying for so long where no peer listens yet, seconds
-    #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=86_400))]
-    wait: u32,
-    /// Store or checkpoint to read (posix, uma)
-    #[arg(long, value_name = "PATH")]
-    store: Option<PathBuf>,
-    /// The stack to take, by its name prefix (posix and uma, where a checkpoint has several)
-    #[arg(long, value_name = "PREFIX")]
-    stack: Option<String>,
+    #[command(flatten)]
+    source: SourceArgs,
     /// MoE layers by dense index, counted from 0 (the end is not included): `0..4` or `0,2,8..12`
     #[arg(long, value_name = "RANGES")]
     layers: Option<String>,
@@ -66,49 +45,21 @@ pub struct Args {
     /// Requests under way at once
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     depth: u32,
-    /// TCP connections (rdma) or reader threads (posix, uma)
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
-    streams: u32,
     /// Fetch N records drawn at random instead of all in order
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=10_000_000))]
     random: Option<u64>,
     /// Seed of the draw
     #[arg(long, value_name = "S", default_value_t = 0, requires = "random")]
     seed: u64,
-    /// When checksums are compared
-    #[arg(long, value_enum, default_value_t = VerifyArg::Always)]
-    verify: VerifyArg,
     /// Do not compute the payload digest: for timing
     #[arg(long)]
     no_digest: bool,
-    /// Refuse any other content than this
-    #[arg(long, value_name = "32 HEX DIGITS")]
-    expect_content_id: Option<String>,
     /// Passes over the same records
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     repeat: u32,
     /// Longest time for one request, milliseconds; default: 2000 and 1 per 10 kB
     #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..=86_400_000))]
     deadline_ms: Option<u64>,
-    /// Bytes in flight per connection, KiB
-    #[arg(long, value_name = "KIB", default_value_t = 4096, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
-    window_kib: u64,
-    /// Bytes of one READ, KiB; rounded down to multiples of 256
-    #[arg(long, value_name = "KIB", default_value_t = 1024, value_parser = clap::value_parser!(u64).range(256..=16_384))]
-    read_kib: u64,
-    /// How READs are spread over rails
-    #[arg(long, value_enum, default_value_t = PolicyArg::HomeSteal)]
-    policy: PolicyArg,
-    /// Fail a request at the first failure of a rail instead of waiting for it to come back
-    #[arg(long)]
-    fail_fast: bool,
-    /// Memory that the arena leaves to others, GB; default: the larger of 8 GB and 8 %, less on small machines
-    #[arg(long, value_name = "GB")]
-    reserve_gb: Option<f64>,
-    #[command(flatten)]
-    uma: UmaArgs,
-    #[command(flatten)]
-    verbs: VerbsArgs,
     /// Print JSON, for programs
     #[arg(long)]
     json: bool,
@@ -128,167 +79,22 @@ impl Args {
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Backend {
-    /// Plain reads of a store on this machine
-    Posix,
-    /// A peer, over TCP
-    Rdma,
-    /// A peer, by one-sided READs; over TCP while no rail works
-    RdmaVerbs,
-    /// This machine's disk, by direct reads, many at once
-    Uma,
-}
-
-impl Backend {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Posix => "posix",
-            Self::Rdma => "rdma",
-            Self::RdmaVerbs => "rdma-verbs",
-            Self::Uma => "uma",
-        }
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum VerifyArg {
-    /// At each fetch
-    Always,
-    /// At the first fetch of each record
-    First,
-    /// Never
-    Off,
-}
-
-impl VerifyArg {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Always => "always",
-            Self::First => "first",
-            Self::Off => "off",
-        }
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum PolicyArg {
-    /// Rail `expert % rails`; idle rails help
-    HomeSteal,
-    /// Rail `expert % rails` alone
-    ExpertMod,
-    /// All rails share each record
-    Split,
-}
-
 /// Runs the command.
 ///
 /// *Errors*: nothing could be fetched at all. Records that fail alone are listed, and the exit
 /// code is 1.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let cancel = signals::cancel_flag().context("installing signal handlers")?;
-    let expect = match &args.expect_content_id {
-        Some(text) => Some(
-            parse_hex128(text)
-                .map_err(UsageError)
-                .context("--expect-content-id")?,
-        ),
-        None => env::content_id()?,
+    let how = How {
+        selection: args.selection()?,
+        deadline: args.deadline_ms.map(Duration::from_millis),
+        quiet: args.quiet || args.json,
     };
-    let builder = TierBuilder::new()
-        .engine(EngineConfig {
-            window_bytes: args.window_kib << 10,
-            read_bytes: args.read_kib << 10,
-            // The arena bounds what is under way: its slots are all that is ever asked for.
-            inflight_max_bytes: u64::MAX,
-            policy: match args.policy {
-                PolicyArg::HomeSteal => Policy::HomeSteal,
-                PolicyArg::ExpertMod => Policy::ExpertMod,
-                PolicyArg::Split => Policy::Split,
-            },
-            on_failure: match args.fail_fast {
-                true => OnFailure::FailFast,
-                false => OnFailure::Failover,
-            },
-            ..EngineConfig::default()
-        })
-        .verify(match args.verify {
-            VerifyArg::Always => Verify::Always,
-            VerifyArg::First => Verify::First,
-            VerifyArg::Off => Verify::Off,
-        })
-        .deadline(match args.deadline_ms {
-            Some(ms) => Deadline {
-                base: Duration::from_millis(ms),
-                floor_bytes_per_s: 0,
-            },
-            None => Deadline::default(),
-        })
-        .streams(args.streams)
-        .expect_content_id(expect);
-    let for_others = [
-        (Backend::RdmaVerbs, args.verbs.given()),
-        (Backend::Uma, args.uma.given()),
-    ];
-    for (backend, flag) in for_others {
-        if let Some(flag) = flag.filter(|_| args.expert_backend != backend) {
-            return Err(UsageError(format!(
-                "{flag} is for --expert-backend {}, this is {}",
-                backend.name(),
-                args.expert_backend.name()
-            ))
-            .into());
-        }
-    }
-    let (tier, keys): (Box<dyn ExpertTier>, Vec<Key>) = match args.expert_backend {
-        Backend::Posix | Backend::Uma => {
-            let name = args.expert_backend.name();
-            if args.expert_peer.is_some() {
-                return Err(UsageError(format!(
-                    "--expert-peer is for --expert-backend rdma; {name} reads --store"
-                ))
-                .into());
-            }
-            let path = args
-                .store
-                .as_ref()
-                .ok_or_else(|| UsageError(format!("--expert-backend {name} needs --store PATH")))?;
-            let store = Arc::new(open_store(args, path, expect.is_some())?);
-            let keys = select_keys(args, store.info())?;
-            let arena = make_arena(args, store.info())?;
-            let tier: Box<dyn ExpertTier> = match args.expert_backend {
-                Backend::Posix => Box::new(builder.open_posix(store, arena)?),
-                _ => Box::new(args.uma.apply(builder).open_uma(store, arena)?),
-            };
-            (tier, keys)
-        }
-        Backend::Rdma | Backend::RdmaVerbs => {
-            if args.store.is_some() || args.stack.is_some() {
-                return Err(UsageError(
-                    "--store and --stack are for --expert-backend posix and uma; a peer was given its own"
-                        .into(),
-                )
-                .into());
-            }
-            let addr = match &args.expert_peer {
-                Some(addr) => addr.clone(),
-                None => env::peer()?.ok_or_else(|| {
-                    UsageError(format!(
-                        "--expert-backend {} needs --expert-peer HOST:PORT, or ATLAS_EXPERT_PEER",
-                        args.expert_backend.name()
-                    ))
-                })?,
-            };
-            let builder = match args.expert_backend {
-                Backend::RdmaVerbs => builder.verbs(args.verbs.options()?),
-                _ => builder,
-            };
-            let info = describe(args, &builder, &addr, &cancel)?;
-            let keys = select_keys(args, &info)?;
-            let arena = make_arena(args, &info)?;
-            (Box::new(builder.connect(&addr, arena)?), keys)
-        }
-    };
+    let mut keys = Vec::new();
+    let tier = args.source.open(&how, &cancel, &mut |info| {
+        keys = select_keys(args, info)?;
+        make_arena(args, info)
+    })?;
     let mut fetch = Fetch::new(args, &*tier);
     fetch.run(&keys, &cancel)?;
     let report = fetch.report();
@@ -299,55 +105,14 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(u8::from(report.failed > 0)))
 }
 
-/// Asks the peer what it serves; with `--wait`, again until it answers.
-fn describe(
-    args: &Args,
-    builder: &TierBuilder,
-    addr: &str,
-    cancel: &AtomicBool,
-) -> anyhow::Result<StoreInfo> {
-    let limit = Instant::now() + Duration::from_secs(args.wait.into());
-    loop {
-        match builder.describe(addr) {
-            Err(TierError::Connect { .. }) if Instant::now() < limit => {
-                anyhow::ensure!(!cancel.load(Ordering::Relaxed), "interrupted");
-                std::thread::sleep(Duration::from_millis(200));
-            }
-            other => return Ok(other?),
-        }
-    }
-}
-
-/// Opens a store on this machine. Of a bare checkpoint only what is selected is hashed, unless the
-/// content id of the whole is asked for.
-fn open_store(args: &Args, path: &std::path::Path, whole: bool) -> anyhow::Result<Store> {
-    let selection = args.selection()?;
-    let store = Store::open(
-        path,
-        &OpenOptions {
-            stack: args.stack.clone(),
-            selection: (!whole && !selection.is_all()).then_some(selection),
-            checksums: args.verify != VerifyArg::Off,
-            progress: bar::progress(args.quiet || args.json),
-            cancel: Some(signals::cancel_flag()?),
-            ..OpenOptions::default()
-        },
-    )?;
-    output::print_warnings(store.warnings());
-    Ok(store)
-}
-
 /// Two slabs or more: one batch lands while another is looked at.
 fn make_arena(args: &Args, info: &StoreInfo) -> anyhow::Result<Arc<ExpertArena>> {
     let slot_bytes = usize::try_from(largest_image_bytes(info))?;
     let mut builder = ArenaBuilder::new();
-    if let Some(gb) = args.reserve_gb {
-        builder = builder.reserve_bytes(Some((gb.max(0.0) * 1e9) as u64));
-    }
     for _ in 0..args.depth {
         builder = builder.slab(args.batch, slot_bytes);
     }
-    Ok(Arc::new(builder.build()?))
+    args.source.build_arena(builder)
 }
 
 /// The keys to fetch, in order of layer and expert, or drawn at random.
@@ -571,7 +336,7 @@ impl<'a> Fetch<'a> {
         self.record_us.sort_unstable();
         self.batch_us.sort_unstable();
         Report {
-            backend: self.args.expert_backend.name(),
+            backend: self.args.source.backend_name(),
             records: self.records,
             failed: self.failed,
             bytes: self.bytes,
@@ -588,7 +353,7 @@ impl<'a> Fetch<'a> {
             verify_seconds: self.verify.as_secs_f64(),
             payload_digest: self.first_digest.map(hex128),
             content_id: self.tier.info().content_id,
-            verify: self.args.verify.name(),
+            verify: self.args.source.verify_name(),
             verified: self.all_verified && self.records > 0,
             verify_failures: stats.verify_failures,
             fallbacks: stats.fallbacks,
