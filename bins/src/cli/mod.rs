@@ -12,6 +12,7 @@ pub mod bar;
 pub mod bench;
 pub mod extract;
 pub mod fetch;
+pub mod gate;
 pub mod index;
 pub mod inspect;
 mod new_file;
@@ -50,6 +51,7 @@ enum Command {
     Verify(verify::Args),
     Extract(extract::Args),
     Fetch(fetch::Args),
+    Gate(gate::Args),
     Synth(synth::Args),
     Sim(sim::Args),
     Bench(bench::Args),
@@ -94,6 +96,7 @@ pub fn main() -> ExitCode {
         Command::Verify(args) => verify::run(&args),
         Command::Extract(args) => extract::run(&args),
         Command::Fetch(args) => fetch::run(&args),
+        Command::Gate(args) => gate::run(&args),
         Command::Synth(args) => synth::run(&args),
         Command::Sim(args) => sim::run(&args),
         Command::Bench(args) => bench::run(&args),

@@ -35,6 +35,12 @@ pub fn print_warnings<T: AsRef<str>>(warnings: &[T]) {
     }
 }
 
+/// Tells a person how far it is, on standard error.
+pub fn print_note(note: &str) {
+    // Where standard error is closed there is nobody to tell.
+    let _ = writeln!(io::stderr(), "{note}");
+}
+
 /// Prints an error that does not end the work to standard error.
 pub fn print_error(error: &impl std::fmt::Display) {
     // Where standard error is closed there is nobody to tell.
