@@ -103,6 +103,7 @@ impl Experts for &mut MadeUp {
             container: Container::Safetensors,
             generation: 1,
             content_id: None,
+            whole: None,
             layout_id: String::new(),
             layers: vec![layer(0), layer(1)],
         }

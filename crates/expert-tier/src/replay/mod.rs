@@ -19,6 +19,8 @@
 //! records go first; prefetches have at most half of the window (one READ where that is more), so
 //! a layer never waits for more than that in front of its own.
 //!
+//! [`drive`] does the same in earnest: a streamer fetches, and time is the clock's.
+//!
 //! *Not here*: rails, failures, checksums, the processor's share of moving bytes (`sim`, `mock` and
 //! `model` have those), and printing.
 
@@ -26,6 +28,7 @@ mod cache;
 mod error;
 mod optimal;
 mod prefetch;
+mod real;
 mod run;
 mod size;
 mod synth;
@@ -38,6 +41,7 @@ mod zipf;
 pub use error::TraceError;
 pub use optimal::Optimal;
 pub use prefetch::Prefetch;
+pub use real::{Drive, drive};
 pub use run::{LayerHits, Prefetched, Report, Setup, Stall, replay};
 pub use size::{Sizing, Target, smallest};
 pub use synth::SynthTrace;

@@ -6,12 +6,11 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::cache::{Cache, State};
-use super::prefetch::Prefetch;
+use super::prefetch::{Guesser, Prefetch};
 use super::trace::{RowView, Trace};
 use super::wire::{Class, Link, Wire, micros};
 use crate::error::TierError;
 use crate::eviction::Eviction;
-use crate::mock::rng::SplitMix;
 
 /// What is replayed against.
 #[derive(Debug, Clone)]
@@ -157,11 +156,7 @@ struct Replay<'a> {
     missing: u32,
     /// Slot and state of each record of the row at hand.
     found: Vec<(u32, Option<State>)>,
-    /// By layer, its last row.
-    last_row: Vec<Option<usize>>,
-    /// Experts in some order, for [`Prefetch::Random`].
-    shuffled: Vec<u32>,
-    rng: SplitMix,
+    guesser: Guesser,
     /// By step.
     stalls_us: Vec<f64>,
     /// By layer: uses and hits.
@@ -190,9 +185,7 @@ impl<'a> Replay<'a> {
             ahead: VecDeque::new(),
             missing: 0,
             found: Vec::new(),
-            last_row: vec![None; layers],
-            shuffled: (0..trace.experts()).collect(),
-            rng: SplitMix::new(setup.seed),
+            guesser: Guesser::new(trace, setup.prefetch, setup.seed),
             stalls_us: vec![0.0; trace.steps() as usize],
             layers: vec![(0, 0); layers],
             visits: 0,
@@ -235,8 +228,12 @@ impl<'a> Replay<'a> {
         for (slot, state) in self.found.drain(..) {
             self.cache.used(slot, state);
         }
-        self.last_row[row.layer as usize] = Some(index);
-        self.look_ahead(index);
+        self.guesser.guess(self.trace, index, &mut self.ahead);
+        for record in &self.ahead {
+            if let Some((slot, _)) = self.cache.find(*record) {
+                self.cache.want(slot);
+            }
+        }
         self.advance(self.wire.now_us() + micros(self.setup.compute));
     }
 
@@ -282,40 +279,6 @@ impl<'a> Replay<'a> {
                 .start(Class::Demand, slot, self.setup.record_bytes);
             self.missing += 1;
             self.misses += 1;
-        }
-    }
-
-    /// Lists what to fetch for the next layer of this step.
-    fn look_ahead(&mut self, index: usize) {
-        if index + 1 == self.trace.row_count() {
-            return;
-        }
-        let (row, next) = (self.trace.row(index), self.trace.row(index + 1));
-        if next.step != row.step {
-            return;
-        }
-        match self.setup.prefetch {
-            Prefetch::None => {}
-            Prefetch::Oracle => self.ahead.extend(next.records),
-            Prefetch::Repeat => {
-                if let Some(last) = self.last_row[next.layer as usize] {
-                    self.ahead.extend(self.trace.row(last).records);
-                }
-            }
-            Prefetch::Random { count } => {
-                let experts = self.shuffled.len();
-                for at in 0..experts.min(count as usize) {
-                    let other = at + self.rng.index(experts - at);
-                    self.shuffled.swap(at, other);
-                    self.ahead
-                        .push_back(next.layer * self.trace.experts() + self.shuffled[at]);
-                }
-            }
-        }
-        for record in &self.ahead {
-            if let Some((slot, _)) = self.cache.find(*record) {
-                self.cache.want(slot);
-            }
         }
     }
 
@@ -407,7 +370,7 @@ impl<'a> Replay<'a> {
     }
 }
 
-fn stall(by_step_us: &[f64]) -> Stall {
+pub(super) fn stall(by_step_us: &[f64]) -> Stall {
     let mut by_step_us = by_step_us.to_vec();
     let count = by_step_us.len();
     let mean = by_step_us.iter().sum::<f64>() / count.max(1) as f64;

@@ -75,6 +75,8 @@ pub(super) struct Flights {
     /// Turns given out.
     turns: u64,
     pub(super) is_stopped: bool,
+    /// Guesses that somebody came to wait for.
+    pub(super) guesses_late: u64,
 }
 
 impl Flights {
@@ -112,6 +114,8 @@ impl Flights {
     ) {
         if let Some(flight) = self.open.get_mut(&key) {
             flight.deadline = flight.deadline.max(deadline);
+            let is_guess = flight.waiters.is_empty() && flight.class == Class::Prefetch;
+            self.guesses_late += u64::from(is_guess && waiter.is_some());
             flight.waiters.extend(waiter);
             if class < flight.class {
                 let before = std::mem::replace(&mut flight.class, class);

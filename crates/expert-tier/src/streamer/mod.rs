@@ -462,6 +462,17 @@ impl ExpertStreamer {
         &*self.inner.tier
     }
 
+    /// Per layer, by its dense index, how many records that were asked for were in memory, and how
+    /// many were not.
+    pub fn layer_uses(&self) -> Vec<(u32, u64, u64)> {
+        let layers = (0..).zip(&self.inner.layers);
+        let counted = layers.filter_map(|(layer, shard)| {
+            let residents = lock(&shard.as_ref()?.residents);
+            Some((layer, residents.hits, residents.misses))
+        });
+        counted.collect()
+    }
+
     /// The numbers so far. Walks over all layers and slots.
     pub fn stats(&self) -> StreamerStats {
         stats::collect(&self.inner)

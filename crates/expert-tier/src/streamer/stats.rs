@@ -36,6 +36,8 @@ pub struct StreamerStats {
     pub guesses: u64,
     /// Those of them that were needed later and found in memory.
     pub guesses_used: u64,
+    /// Those that were needed while they were under way.
+    pub guesses_late: u64,
     /// Records wanted and not in memory now.
     pub under_way: u64,
     /// Slots on their way back: a fence has not fired, or a rail may still write to them.
@@ -52,7 +54,10 @@ pub(super) fn collect(inner: &Inner) -> StreamerStats {
         stats.misses += residents.misses;
         stats.guesses_used += residents.guesses_used;
     }
-    stats.under_way = lock(&inner.flights).len() as u64;
+    let flights = lock(&inner.flights);
+    stats.under_way = flights.len() as u64;
+    stats.guesses_late = flights.guesses_late;
+    drop(flights);
     let counters = lock(&inner.counters);
     stats.fetched = counters.fetched;
     stats.fetched_bytes = counters.fetched_bytes;
