@@ -7,7 +7,7 @@
 //! * [`TARGETS`] names them; `fuzz_targets/` hands each to libFuzzer, and `tests/tests/fuzz_corpus.rs`
 //!   includes this file and runs the checked-in inputs through it on a stable compiler.
 //! * `wire`: frames, messages and the two session state machines. `store`: what a store directory
-//!   and a peer say of a store. `checkpoint`: the headers of models.
+//!   and a peer say of a store. `checkpoint`: the headers of models. `trace`: routing traces.
 //!
 //! *Memory*: an input of at most [`INPUT_MAX_BYTES`] may make no single allocation above
 //! [`ALLOCATION_MAX_BYTES`]; `scripts/fuzz-smoke` has the fuzzer watch it.
@@ -15,6 +15,7 @@
 
 mod checkpoint;
 mod store;
+mod trace;
 mod wire;
 
 /// Longest input that the fuzzer makes, bytes.
@@ -34,6 +35,7 @@ pub const TARGETS: &[Target] = &[
     ("checkpoint_gguf", checkpoint::gguf),
     ("checkpoint_index", checkpoint::index),
     ("checkpoint_safetensors", checkpoint::safetensors),
+    ("replay_trace", trace::replay_trace),
     ("store_info", store::info),
     ("store_layer_blob", store::layer_blob),
     ("store_manifest", store::manifest),

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use expert_store::checkpoint;
 use expert_store::codec::{self, Sections};
 use expert_store::{BuildOptions, OpenOptions, Store};
+use expert_tier::replay::{SynthTrace, write_header, write_row};
 use expert_wire::frame::{FrameKind, push_frame};
 use expert_wire::message::{
     CatalogueRequest, ChecksumReport, ClientHello, ErrorCode, ErrorFrame, ReadRequest, Role,
@@ -63,9 +64,35 @@ fn main() -> Result {
     headers(&seeds)?;
     stores(&seeds)?;
     wire(&seeds)?;
+    traces(&seeds)?;
     let bytes = seeds.total_bytes()?;
     println!("{bytes} bytes in {}", seeds.0.display());
     Ok(())
+}
+
+fn traces(seeds: &Seeds) -> Result {
+    let spec = SynthTrace {
+        layers: 3,
+        experts: 12,
+        top_k: 3,
+        steps: 8,
+        seed: 0,
+        zipf: 0.7,
+        skew: 0.2,
+        reuse: 0.2,
+    };
+    let mut rows = Vec::new();
+    for row in spec.rows()? {
+        write_row(&mut rows, &row)?;
+    }
+    let mut whole = Vec::new();
+    write_header(&mut whole, &spec.header())?;
+    whole.extend_from_slice(&rows);
+    seeds.put("replay_trace", "made-up", whole)?;
+    seeds.put("replay_trace", "rows-alone", rows)?;
+    // Layers left out, a step with gaps, a layer without experts, blank lines.
+    let sparse = "\n{\"step\":2,\"layer\":1,\"experts\":[]}\n\n{\"layer\":9,\"experts\":[7,0],\"step\":2}\r\n{\"step\":40,\"layer\":0,\"experts\":[63]}";
+    seeds.put("replay_trace", "sparse", sparse)
 }
 
 struct Seeds(PathBuf);
