@@ -5,6 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use atlas_expert_tests::binary::{self, Output};
+use atlas_expert_tests::net::model::{Model, Sizes};
+use atlas_expert_tests::net::process::PeerProcess;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -55,6 +57,10 @@ fn replay(trace: &Path, more: &[&str]) -> Output {
 
 fn report(trace: &Path, more: &[&str]) -> Value {
     replay(trace, &[more, &["--json"]].concat()).json()
+}
+
+fn rows(report: &Value) -> &[Value] {
+    report["rows"].as_array().expect("rows")
 }
 
 fn number(value: &Value, name: &str) -> f64 {
@@ -111,7 +117,7 @@ fn each_combination_is_a_row_and_accounts_add_up() {
         &[
             "--slots",
             "16,64",
-            "--policy",
+            "--eviction",
             "lru,slru",
             "--prefetch",
             "none,oracle,random:2",
@@ -160,7 +166,7 @@ fn each_combination_is_a_row_and_accounts_add_up() {
 #[test]
 fn replay_is_the_same_each_time() {
     let (_folder, path) = trace();
-    let args = ["--policy", "slru:60", "--prefetch", "random:3,repeat"];
+    let args = ["--eviction", "slru:60", "--prefetch", "random:3,repeat"];
     assert_eq!(report(&path, &args), report(&path, &args));
     let seeds = ["0", "1"].map(|seed| {
         let args = ["--slots", "30", "--prefetch", "random:3", "--seed", seed];
@@ -210,7 +216,7 @@ fn target_out_of_reach_is_told_and_exits_with_1() {
 fn table_and_chart_are_for_people() {
     let (folder, path) = trace();
     let chart = folder.path().join("replay.svg");
-    let combinations = ["--policy", "lru,slru", "--prefetch", "none,oracle"];
+    let combinations = ["--eviction", "lru,slru", "--prefetch", "none,oracle"];
     let plot = ["--plot", text(&chart)];
     let output = replay(&path, &[&combinations[..], &plot].concat()).succeeded();
     for part in [
@@ -248,8 +254,11 @@ fn wrong_usage_exits_with_2() {
             "an arena of 3 slots cannot hold the 4 experts of one layer at once; use at least 4",
         ),
         (&["--slots", "0"], "--slots"),
-        (&["--policy", "fifo"], "use lru, slru, or slru:PERCENT"),
-        (&["--policy", "slru:100"], "use lru, slru, or slru:PERCENT"),
+        (&["--eviction", "fifo"], "use lru, slru, or slru:PERCENT"),
+        (
+            &["--eviction", "slru:100"],
+            "use lru, slru, or slru:PERCENT",
+        ),
         (&["--prefetch", "random:0"], "random:N"),
         (&["--bandwidth-mb-s", "0"], "a rate is a number from 0.001"),
         (&["--record-bytes", "0"], "a size is 1 byte to 16 GiB"),
@@ -346,6 +355,148 @@ fn bad_data_exits_with_1_and_names_file_and_line() {
     let output = replay(folder.path(), &[]);
     assert!(
         output.error(1).contains("line 1: Is a directory"),
+        "{output:?}"
+    );
+}
+
+/// A trace and a model of its shape, served by nobody: 2 layers of 16 experts.
+fn trace_and_model() -> (TempDir, PathBuf, Model) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("trace.jsonl");
+    let shape = [
+        "--layers",
+        "2",
+        "--experts",
+        "16",
+        "--top-k",
+        "3",
+        "--steps",
+        "60",
+        "--seed",
+        "5",
+    ];
+    expert("synth-trace", &[&shape[..], &["-o", text(&path)]].concat()).succeeded();
+    (folder, path, Model::bf16(Sizes::TINY))
+}
+
+#[test]
+fn real_replay_hits_as_often_as_the_model_says() {
+    let (_folder, path, model) = trace_and_model();
+    let store = model.pack();
+    let flags = [
+        "--slots",
+        "8,32",
+        "--warm-up-steps",
+        "10",
+        "--compute-us",
+        "0",
+    ];
+    let modelled = [
+        &flags[..],
+        &["--record-bytes", "12288", "--bandwidth-mb-s", "1000"],
+    ]
+    .concat();
+    let modelled = expert(
+        "replay",
+        &[&[text(&path)], &modelled[..], &["--json"]].concat(),
+    )
+    .json();
+    let real = [
+        "--real",
+        "--expert-backend",
+        "posix",
+        "--store",
+        text(&store),
+        "--json",
+    ];
+    let real = expert("replay", &[&[text(&path)], &flags[..], &real[..]].concat()).json();
+    assert_eq!(
+        (real["backend"].as_str(), &real["link"]),
+        (Some("posix"), &Value::Null)
+    );
+    assert_eq!(real["record_bytes"], 12288);
+    for (real, modelled) in rows(&real).iter().zip(rows(&modelled)) {
+        // Without prefetch nothing depends on time: LRU gives up the same records.
+        for name in [
+            "slots",
+            "uses",
+            "hits",
+            "misses",
+            "bytes_moved",
+            "optimal_hit_rate",
+            "layers",
+        ] {
+            assert_eq!(real[name], modelled[name], "{name}");
+        }
+        assert!(number(real, "step_us") > 0.0);
+    }
+}
+
+#[test]
+fn real_replay_prefetches_from_a_peer() {
+    let (_folder, path, model) = trace_and_model();
+    let peer = PeerProcess::start(&model.index(), &[]);
+    let addr = peer.addr.to_string();
+    let flags = [
+        "--real",
+        "--expert-peer",
+        &addr,
+        "--slots",
+        "12",
+        "--compute-us",
+        "3000",
+        "--prefetch",
+        "oracle,random:4",
+        "--json",
+    ];
+    let report = expert("replay", &[&[text(&path)], &flags[..]].concat()).json();
+    for row in rows(&report) {
+        assert_eq!(number(row, "uses"), 360.0);
+        let parts = ["hits", "late", "misses"].map(|name| number(row, name));
+        assert_eq!(parts.iter().sum::<f64>(), 360.0);
+        assert!(number(&row["prefetched"], "useful") > 0.0, "{row}");
+    }
+}
+
+#[test]
+fn real_replay_refuses_what_does_not_fit() {
+    let (_folder, path, model) = trace_and_model();
+    let (_other, larger) = trace();
+    let store = model.index();
+    let real = |trace: &Path, more: &[&str]| {
+        let place = [
+            "--real",
+            "--expert-backend",
+            "posix",
+            "--store",
+            text(&store),
+        ];
+        expert(
+            "replay",
+            &[&[text(trace)], &place[..], &["--compute-us", "1"], more].concat(),
+        )
+    };
+    let output = real(&larger, &["--slots", "20"]);
+    let text_of = output.error(2);
+    assert!(
+        text_of.contains("the trace is of 4 layers with 32 experts, the store has 2 with 16"),
+        "{text_of}"
+    );
+    let output = real(&path, &["--slots", "2"]);
+    assert!(
+        output
+            .error(1)
+            .contains("3 records asked for at once, there are 2 slots"),
+        "{output:?}"
+    );
+    let output = real(&path, &["--bandwidth-mb-s", "5"]);
+    assert!(
+        output.error(2).contains("cannot be used with"),
+        "{output:?}"
+    );
+    let output = replay(&path, &["--store", text(&store)]);
+    assert!(
+        output.error(2).contains("add --real, or drop it"),
         "{output:?}"
     );
 }

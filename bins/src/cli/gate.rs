@@ -149,7 +149,7 @@ fn streamed(args: &Args, cancel: &Arc<AtomicBool>) -> anyhow::Result<Report> {
         let arena = gate::arena(info, &spec, args.layers_in_arena).map_err(plain)?;
         args.source.build_arena(arena)
     })?;
-    let streamer = StreamerBuilder::new().start_boxed(tier)?;
+    let streamer = StreamerBuilder::new().start(tier)?;
     let time = Duration::from_millis(args.deadline_ms);
     let began = Instant::now();
     let found = gate::run_streamed(&streamer, spec, args.steps, time, &mut |step, hash| {

@@ -1,4 +1,4 @@
-//! `replay`: what an arena of a given size does for a given routing, on a virtual clock.
+//! `replay`: what an arena of a given size does for a given routing, on a virtual clock or in earnest.
 
 use std::fs::File;
 use std::io::BufReader;
@@ -10,19 +10,24 @@ use anyhow::Context;
 use expert_tier::Eviction;
 use expert_tier::replay::{self, Link, Optimal, Prefetch, Setup, Target, Trace};
 
+use super::UsageError;
 use super::args::{parse_bytes, parse_rate};
 use super::output;
+use super::source::SourceArgs;
 
 mod plot;
+mod real;
 mod report;
 
+use real::Real;
 use report::{Report, Row, Smallest};
 
 /// Replay a routing trace against an arena, on a virtual clock: hit rate, stalls, and how large the arena has to be
 ///
 /// A trace tells which experts each layer of each step uses, a line of JSON for each; docs/sizing.md describes it, and
-/// `synth-trace` makes one up. Nothing is fetched: the same numbers always give the same result. Each combination of
-/// slots, policy and prefetch rule is a row.
+/// `synth-trace` makes one up. Nothing is fetched, and the same numbers always give the same result, but with --real:
+/// then records come from a peer or a store, and time is the clock's. Each combination of slots, eviction policy and
+/// prefetch rule is a row.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Trace, JSON lines
@@ -32,13 +37,21 @@ pub struct Args {
     slots: Vec<u32>,
     /// What is given up when the arena is full: lru, slru (segmented LRU), or slru:PERCENT protected
     #[arg(long, value_name = "NAME[,NAME…]", value_delimiter = ',', default_value = "lru", value_parser = parse_policy)]
-    policy: Vec<Eviction>,
+    eviction: Vec<Eviction>,
     /// What is fetched for the next layer while one computes: none, oracle (what it will use), repeat (what it used in
     /// the step before), random:N (N by chance)
     #[arg(long, value_name = "RULE[,RULE…]", value_delimiter = ',', default_value = "none", value_parser = parse_prefetch)]
     prefetch: Vec<Prefetch>,
     #[command(flatten)]
     model: ModelArgs,
+    /// Fetch records in earnest, from what --expert-backend and its flags name
+    #[arg(long, conflicts_with_all = ["target_hit_rate", "target_stall_us", "record_bytes", "bandwidth_mb_s"])]
+    real: bool,
+    /// Longest wait for one layer, milliseconds (with --real)
+    #[arg(long, value_name = "MS", default_value_t = 10_000, requires = "real", value_parser = clap::value_parser!(u64).range(1..=86_400_000))]
+    deadline_ms: u64,
+    #[command(flatten)]
+    source: SourceArgs,
     /// Find the smallest arena with that share of hits, from 0 to 1
     #[arg(long, value_name = "R", value_parser = parse_share, conflicts_with = "target_stall_us")]
     target_hit_rate: Option<f64>,
@@ -57,11 +70,11 @@ pub struct Args {
 #[derive(Debug, clap::Args)]
 struct ModelArgs {
     /// Size of a record (`inspect` tells it): bytes, or with KiB, MiB, GiB
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
-    record_bytes: u64,
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, required_unless_present = "real")]
+    record_bytes: Option<u64>,
     /// Rate of the link in MB/s (10^6 bytes), as `fetch` measures it
-    #[arg(long, value_name = "R", value_parser = parse_rate)]
-    bandwidth_mb_s: f64,
+    #[arg(long, value_name = "R", value_parser = parse_rate, required_unless_present = "real")]
+    bandwidth_mb_s: Option<f64>,
     /// Time from a READ's post to its first byte, microseconds
     #[arg(long, value_name = "US", default_value_t = 20, value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
     latency_us: u64,
@@ -84,9 +97,15 @@ const PERCENTS: [u64; 8] = [5, 10, 20, 30, 40, 60, 80, 100];
 ///
 /// *Errors*: a trace that cannot be read, an arena that is too small for one layer, a plot that cannot be written.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    if let Some(flag) = args.source.place_given().filter(|_| !args.real) {
+        return Err(UsageError(format!(
+            "{flag} says where records come from, and none are fetched; add --real, or drop it"
+        ))
+        .into());
+    }
     let trace = read(&args.trace)?;
     let combinations: Vec<(Eviction, Prefetch)> = args
-        .policy
+        .eviction
         .iter()
         .flat_map(|&policy| args.prefetch.iter().map(move |&rule| (policy, rule)))
         .collect();
@@ -102,27 +121,42 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         true => default_slots(&trace),
     };
     let optimal = Optimal::new(&trace, args.model.warm_up_steps);
+    let mut against = match args.real {
+        true => Against::Tier(Real::new(args)?),
+        false => Against::Model(Modelled::of(&args.model)),
+    };
     let mut rows = Vec::new();
     for &slots in &slots {
-        let mut done = Vec::new();
-        for &(policy, rule) in &combinations {
-            done.push(replay::replay(&trace, &setup(args, slots, policy, rule))?);
-        }
         let best = optimal.hit_rate(slots);
-        let of_slots = combinations.iter().zip(done);
-        rows.extend(of_slots.map(|(&(policy, rule), done)| {
-            Row::new(slots, policy, rule, args.model.record_bytes, best, done)
-        }));
+        for &(policy, rule) in &combinations {
+            let done = match &mut against {
+                Against::Tier(real) => real.replay(&trace, slots, policy, rule)?,
+                Against::Model(model) => {
+                    replay::replay(&trace, &setup(args, model, slots, policy, rule))?
+                }
+            };
+            rows.push(Row::new(
+                slots,
+                policy,
+                rule,
+                against.record_bytes(),
+                best,
+                done,
+            ));
+        }
     }
     let mut sized = Vec::new();
     if let Some(target) = target {
         for &(policy, rule) in &combinations {
-            let found = replay::smallest(&trace, &setup(args, 1, policy, rule), target)?;
-            sized.push(Smallest::new(policy, rule, args.model.record_bytes, found));
+            let Against::Model(model) = &against else {
+                break; // clap refuses both
+            };
+            let found = replay::smallest(&trace, &setup(args, model, 1, policy, rule), target)?;
+            sized.push(Smallest::new(policy, rule, model.record_bytes, found));
         }
     }
     let is_met = target.is_none() || sized.iter().any(Smallest::is_met);
-    let report = Report::new(args, &trace, rows, target, sized, is_met);
+    let report = Report::new(args, &against, &trace, rows, target, sized, is_met);
     if let Some(path) = &args.plot {
         std::fs::write(path, plot::draw(&report.title(), &report.rows))
             .with_context(|| format!("writing {}", path.display()))?;
@@ -147,23 +181,56 @@ fn read(path: &Path) -> anyhow::Result<Trace> {
     Trace::read(BufReader::with_capacity(1 << 17, file)).with_context(name)
 }
 
-fn setup(args: &Args, slots: u32, eviction: Eviction, prefetch: Prefetch) -> Setup {
-    let model = &args.model;
+/// What is modelled, with all of its numbers.
+struct Modelled {
+    record_bytes: u64,
+    link: Link,
+}
+
+impl Modelled {
+    fn of(model: &ModelArgs) -> Self {
+        // clap asks for both where nothing is fetched.
+        let bytes_per_s = (model.bandwidth_mb_s.unwrap_or(0.0) * 1e6) as u64;
+        Self {
+            record_bytes: model.record_bytes.unwrap_or(0),
+            link: Link::new(bytes_per_s, Duration::from_micros(model.latency_us)),
+        }
+    }
+}
+
+/// What a trace is replayed against.
+enum Against<'a> {
+    Model(Modelled),
+    Tier(Real<'a>),
+}
+
+impl Against<'_> {
+    /// Of the largest record.
+    fn record_bytes(&self) -> u64 {
+        match self {
+            Self::Model(model) => model.record_bytes,
+            Self::Tier(real) => real.record_bytes(),
+        }
+    }
+}
+
+fn setup(
+    args: &Args,
+    model: &Modelled,
+    slots: u32,
+    eviction: Eviction,
+    prefetch: Prefetch,
+) -> Setup {
     Setup {
         slots,
         eviction,
         prefetch,
         record_bytes: model.record_bytes,
-        link: link(model),
-        compute: Duration::from_micros(model.compute_us),
-        warm_up_steps: model.warm_up_steps,
-        seed: model.seed,
+        link: model.link.clone(),
+        compute: Duration::from_micros(args.model.compute_us),
+        warm_up_steps: args.model.warm_up_steps,
+        seed: args.model.seed,
     }
-}
-
-fn link(model: &ModelArgs) -> Link {
-    let bytes_per_s = (model.bandwidth_mb_s * 1e6) as u64;
-    Link::new(bytes_per_s, Duration::from_micros(model.latency_us))
 }
 
 fn default_slots(trace: &Trace) -> Vec<u32> {

@@ -1,24 +1,32 @@
 //! What `replay` tells people and programs.
 
 use expert_tier::Eviction;
-use expert_tier::replay::{self, Link, Prefetch, Sizing, Target, Trace};
+use expert_tier::replay::{self, Prefetch, Sizing, Target, Trace};
 use serde::Serialize;
 
-use super::Args;
+use super::{Against, Args};
 use crate::cli::output::{self, grouped, human_bytes};
 
 #[derive(Serialize)]
 pub(super) struct Report {
     ok: bool,
     trace: TraceFacts,
+    /// Where records came from; `None` for the model.
+    backend: Option<&'static str>,
     record_bytes: u64,
+    /// What was modelled.
+    link: Option<LinkFacts>,
+    compute_us: u64,
+    pub(super) rows: Vec<Row>,
+    target: Option<TargetFacts>,
+}
+
+#[derive(Serialize)]
+struct LinkFacts {
     bandwidth_mb_per_s: f64,
     latency_us: u64,
     window_bytes: u64,
     read_bytes: u64,
-    compute_us: u64,
-    pub(super) rows: Vec<Row>,
-    target: Option<TargetFacts>,
 }
 
 #[derive(Serialize)]
@@ -119,6 +127,7 @@ impl Smallest {
 impl Report {
     pub(super) fn new(
         args: &Args,
+        against: &Against<'_>,
         trace: &Trace,
         rows: Vec<Row>,
         target: Option<Target>,
@@ -126,7 +135,18 @@ impl Report {
         is_met: bool,
     ) -> Self {
         let model = &args.model;
-        let link: Link = super::link(model);
+        let (backend, link) = match against {
+            Against::Tier(real) => (Some(real.backend()), None),
+            Against::Model(modelled) => (
+                None,
+                Some(LinkFacts {
+                    bandwidth_mb_per_s: modelled.link.bytes_per_s as f64 / 1e6,
+                    latency_us: model.latency_us,
+                    window_bytes: modelled.link.window_bytes,
+                    read_bytes: modelled.link.read_bytes,
+                }),
+            ),
+        };
         Self {
             ok: is_met,
             trace: TraceFacts {
@@ -141,11 +161,9 @@ impl Report {
                 first_uses: trace.first_uses(model.warm_up_steps),
                 counted_uses: trace.uses_after(model.warm_up_steps),
             },
-            record_bytes: model.record_bytes,
-            bandwidth_mb_per_s: model.bandwidth_mb_s,
-            latency_us: model.latency_us,
-            window_bytes: link.window_bytes,
-            read_bytes: link.read_bytes,
+            backend,
+            record_bytes: against.record_bytes(),
+            link,
             compute_us: model.compute_us,
             rows,
             target: target.map(|target| TargetFacts {
@@ -164,11 +182,14 @@ impl Report {
 
     pub(super) fn title(&self) -> String {
         format!(
-            "{} layers of {} experts, records of {}, {} MB/s, {} us of compute a layer",
+            "{} layers of {} experts, records of {}, {}, {} us of compute a layer",
             self.trace.layers,
             self.trace.experts,
             human_bytes(self.record_bytes),
-            self.bandwidth_mb_per_s,
+            match (&self.link, self.backend) {
+                (Some(link), _) => format!("{} MB/s", link.bandwidth_mb_per_s),
+                (None, backend) => backend.unwrap_or_default().to_owned(),
+            },
             self.compute_us
         )
     }
@@ -224,13 +245,16 @@ impl Report {
             ),
             (
                 "link",
-                format!(
-                    "{} MB/s, {} us; READs of {}, {} posted at most",
-                    self.bandwidth_mb_per_s,
-                    self.latency_us,
-                    human_bytes(self.read_bytes),
-                    human_bytes(self.window_bytes)
-                ),
+                match (&self.link, self.backend) {
+                    (Some(link), _) => format!(
+                        "{} MB/s, {} us; READs of {}, {} posted at most",
+                        link.bandwidth_mb_per_s,
+                        link.latency_us,
+                        human_bytes(link.read_bytes),
+                        human_bytes(link.window_bytes)
+                    ),
+                    (None, backend) => format!("{}, in earnest", backend.unwrap_or_default()),
+                },
             ),
             (
                 "compute",

@@ -143,6 +143,15 @@ impl SourceArgs {
         self.expert_backend.name()
     }
 
+    /// The first flag that names a place, for commands that may do without one.
+    pub fn place_given(&self) -> Option<&'static str> {
+        match (&self.expert_peer, &self.store) {
+            (Some(_), _) => Some("--expert-peer"),
+            (None, Some(_)) => Some("--store"),
+            (None, None) => None,
+        }
+    }
+
     /// The name of what `--verify` says.
     pub fn verify_name(&self) -> &'static str {
         self.verify.name()

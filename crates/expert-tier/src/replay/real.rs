@@ -34,11 +34,7 @@ const SPIN: Duration = Duration::from_micros(100);
 ///
 /// *Errors*: [`TierError::Config`] where the trace is of a larger model than the store, or its
 /// warm-up leaves nothing; the first that befell a record.
-pub fn drive(
-    trace: &Trace,
-    streamer: &ExpertStreamer,
-    drive: &Drive,
-) -> Result<Report, TierError> {
+pub fn drive(trace: &Trace, streamer: &ExpertStreamer, drive: &Drive) -> Result<Report, TierError> {
     check(trace, streamer, drive)?;
     let experts = trace.experts();
     let mut guesser = Guesser::new(trace, drive.prefetch, drive.seed);

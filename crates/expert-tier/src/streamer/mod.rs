@@ -100,13 +100,6 @@ impl StreamerBuilder {
     /// *Errors*: [`TierError::Config`] where no slab is left for the pool, where a slot is smaller
     /// than the largest record, or where there is no thread or descriptor to be had.
     pub fn start(self, tier: impl ExpertTier + 'static) -> Result<ExpertStreamer, TierError> {
-        self.start_boxed(Box::new(tier))
-    }
-
-    /// The same for a tier of a kind that is known at run time alone.
-    ///
-    /// *Errors*: as [`StreamerBuilder::start`].
-    pub fn start_boxed(self, tier: Box<dyn ExpertTier>) -> Result<ExpertStreamer, TierError> {
         let arena = tier.arena().clone();
         let slabs = arena.num_slabs();
         if self.stream_slabs >= slabs {
@@ -139,7 +132,7 @@ impl StreamerBuilder {
         let stream_slabs: Vec<u32> = (slabs - self.stream_slabs..slabs).collect();
         let inner = Arc::new(Inner {
             follow_content: info.content_id.is_none(),
-            tier,
+            tier: Box::new(tier),
             layers,
             uses: Mutex::new(Uses::new(self.eviction.build(capacity))),
             flights: Mutex::default(),
@@ -234,6 +227,7 @@ impl Inner {
         let tick = self.clock.fetch_add(1, Ordering::Relaxed);
         let mut residents = lock(&shard.residents);
         for (i, &expert) in experts.iter().enumerate() {
+            self.settle(&mut residents);
             let lease = residents.lease(expert, tick);
             match lease {
                 Some(_) => residents.hits += u64::from(count),
@@ -241,7 +235,6 @@ impl Inner {
             }
             found(i, lease);
         }
-        self.settle(&mut residents);
     }
 }
 
