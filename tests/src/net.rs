@@ -4,6 +4,7 @@
 //! * [`model`] makes checkpoints and reads from their files, with none of the store's code, what each record holds.
 //! * [`rig`] puts one behind a backend; [`contract`] is what every backend has to do; [`no_rdma`] what client and peer
 //!   do where there are no verbs.
+//! * [`gate`] computes a forward pass from what comes, whose hash tells whether each weight is right.
 //! * [`fake`] is a peer with faults, [`proxy`] a network with faults, [`process`] a peer that is a process of its
 //!   own, [`raw`] a client that sends what it likes.
 //!
@@ -12,6 +13,7 @@
 pub mod contract;
 mod contract_list;
 pub mod fake;
+pub mod gate;
 pub mod model;
 pub mod no_rdma;
 pub mod process;

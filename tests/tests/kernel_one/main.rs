@@ -2,6 +2,7 @@
 
 mod cable;
 mod contract;
+mod gate;
 mod growth;
 mod in_flight;
 mod late;

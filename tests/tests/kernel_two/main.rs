@@ -3,6 +3,7 @@
 
 mod churn;
 mod faults;
+mod gate;
 mod peer;
 mod reload;
 mod scaling;
