@@ -179,3 +179,96 @@ fn report<E: crate::Experts>(forward: &Forward<E>, steps: u32, moved: Option<Mov
         moved,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Ten records needed, four of them in memory already, each of 100 bytes.
+    const SOUND: Moved = Moved {
+        slots: 5,
+        hits: 4,
+        misses: 6,
+        misses_certain: 5,
+        fetched: 6,
+        missed_bytes: 600,
+        transferred_bytes: 600,
+        failed: 0,
+        unverified: 0,
+    };
+
+    #[test]
+    fn run_that_adds_up_has_no_contradictions() {
+        assert_eq!(SOUND.contradictions(10), [""; 0]);
+    }
+
+    #[test]
+    fn each_way_not_to_have_fetched_what_was_computed_with_is_named() {
+        let cases = [
+            // Records from somewhere else: bytes that no rail brought.
+            (
+                Moved {
+                    transferred_bytes: 500,
+                    ..SOUND
+                },
+                "500 bytes transferred",
+            ),
+            (
+                Moved {
+                    fetched: 5,
+                    ..SOUND
+                },
+                "6 records missed, 5 fetched",
+            ),
+            (Moved { hits: 3, ..SOUND }, "10 records were needed"),
+            // Found in memory more often than memory allows.
+            (
+                Moved {
+                    misses_certain: 7,
+                    ..SOUND
+                },
+                "7 cannot have been",
+            ),
+        ];
+        for (moved, text) in cases {
+            let found = moved.contradictions(10);
+            assert_eq!(found.len(), 1, "{found:?}");
+            assert!(found[0].contains(text), "{found:?}");
+        }
+    }
+
+    #[test]
+    fn arena_has_room_for_what_the_layers_need_at_once() {
+        let info = |experts| StoreInfo {
+            kind: expert_store::info::StoreKind::Packed,
+            stack: "layers".into(),
+            class: expert_store::catalogue::StackClass::Trunk,
+            container: expert_store::Container::Safetensors,
+            generation: 1,
+            content_id: None,
+            layout_id: String::new(),
+            layers: vec![expert_store::info::LayerInfo {
+                layer: 0,
+                model_layer: 0,
+                num_experts: 64,
+                identity_experts: 0,
+                experts: vec![[0, experts]],
+                image_bytes_max: 4096,
+                id: String::new(),
+            }],
+        };
+        let spec = Spec {
+            tokens: 3,
+            top_k: 4,
+            seed: 0,
+        };
+        let slots = |experts, layers| {
+            let arena = arena(&info(experts), &spec, layers).map(|a| a.reserve_bytes(Some(0)));
+            arena.map(|a| a.build().unwrap().slots(0))
+        };
+        assert_eq!(slots(64, 2).unwrap(), 24);
+        assert_eq!(slots(5, 2).unwrap(), 10);
+        assert!(matches!(slots(5, 0), Err(MoeError::Spec(_))));
+        assert!(matches!(slots(5, u32::MAX), Err(MoeError::Spec(_))));
+    }
+}
