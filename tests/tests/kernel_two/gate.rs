@@ -132,6 +132,5 @@ fn neighbour_that_is_killed_and_restarted_under_a_forward_pass_changes_nothing()
     let downs = rails.iter().map(|r| number(&r["errors_by_cause"], "downs"));
     let downs = downs.sum::<Result<u64>>()?;
     ensure!(downs > 0, "the peer was not missed: {report:#}");
-    drop(peer);
     Ok(())
 }
