@@ -1,9 +1,10 @@
-//! A network between client and peer that can be cut, held up and led elsewhere.
+//! A network between client and peer that can be cut, held up, slowed down and led elsewhere.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 /// See the module. Clients connect to [`Proxy::addr`], which stays the same whatever happens behind it. Ends its
 /// threads when it is dropped.
@@ -22,12 +23,54 @@ struct State {
     upstream: SocketAddr,
     /// Bytes from the peer that may still pass; `None` for any number.
     allowance: Option<u64>,
+    /// How fast bytes from the peer pass; `None` as fast as they come.
+    rate: Option<Rate>,
     /// Bytes from the peer that passed.
     passed: u64,
     stop: bool,
     /// Both ends of every connection; the number tells cut ones from later ones.
     streams: Vec<TcpStream>,
     cuts: u64,
+}
+
+/// A bucket that fills at a constant rate.
+struct Rate {
+    bytes_per_s: u64,
+    /// Bytes that may pass at `at`.
+    bytes: u64,
+    at: Instant,
+}
+
+/// A network is smooth: what passes at once is a few packets.
+const PIECE_BYTES: u64 = 8 << 10;
+
+/// What may pass at once after a pause, so that a thread that wakes late does not slow the network down.
+const BURST: Duration = Duration::from_millis(4);
+
+impl Rate {
+    /// Takes at most so many bytes; how long to wait where there are none.
+    fn take(&mut self, want: u64) -> Result<u64, Duration> {
+        let now = Instant::now();
+        let most = bytes_in(BURST, self.bytes_per_s).max(PIECE_BYTES);
+        let more = bytes_in(now.saturating_duration_since(self.at), self.bytes_per_s);
+        if more > 0 {
+            self.bytes = self.bytes.saturating_add(more).min(most);
+            self.at = now;
+        }
+        let piece = want.min(PIECE_BYTES);
+        if self.bytes < piece {
+            let lack = piece - self.bytes;
+            return Err(Duration::from_secs_f64(
+                lack as f64 / self.bytes_per_s as f64,
+            ));
+        }
+        self.bytes -= piece;
+        Ok(piece)
+    }
+}
+
+fn bytes_in(time: Duration, bytes_per_s: u64) -> u64 {
+    (time.as_secs_f64() * bytes_per_s as f64) as u64
 }
 
 impl Proxy {
@@ -39,6 +82,7 @@ impl Proxy {
             state: Mutex::new(State {
                 upstream,
                 allowance: None,
+                rate: None,
                 passed: 0,
                 stop: false,
                 streams: Vec::new(),
@@ -75,6 +119,16 @@ impl Proxy {
     /// Lets everything pass again, what was held back first.
     pub fn resume(&self) {
         self.shared.lock().allowance = None;
+        self.shared.changed.notify_all();
+    }
+
+    /// Lets bytes from the peer pass at this rate, over all connections; `None` as fast as they come.
+    pub fn limit(&self, bytes_per_s: Option<u64>) {
+        self.shared.lock().rate = bytes_per_s.map(|bytes_per_s| Rate {
+            bytes_per_s: bytes_per_s.max(1),
+            bytes: 0,
+            at: Instant::now(),
+        });
         self.shared.changed.notify_all();
     }
 
@@ -187,18 +241,34 @@ impl Shared {
             if state.cuts != cuts {
                 return None;
             }
-            let take = state.allowance.unwrap_or(u64::MAX).min(want as u64);
-            if take > 0 {
-                if let Some(left) = &mut state.allowance {
-                    *left -= take;
+            let allowed = state.allowance.unwrap_or(u64::MAX).min(want as u64);
+            let taken = match &mut state.rate {
+                Some(rate) if allowed > 0 => rate.take(allowed),
+                _ => Ok(allowed),
+            };
+            let wait = match taken {
+                Ok(0) => None,
+                Ok(taken) => {
+                    if let Some(left) = &mut state.allowance {
+                        *left -= taken;
+                    }
+                    state.passed += taken;
+                    return Some(taken as usize);
                 }
-                state.passed += take;
-                return Some(take as usize);
-            }
+                Err(wait) => Some(wait),
+            };
+            let Some(wait) = wait else {
+                state = self
+                    .changed
+                    .wait(state)
+                    .unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
             state = self
                 .changed
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
+                .wait_timeout(state, wait)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 }
