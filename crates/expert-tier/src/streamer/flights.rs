@@ -47,6 +47,8 @@ pub(super) enum State {
         slot: SlotId,
         /// Of the record image.
         bytes: u64,
+        /// Nobody waited for it when it was posted.
+        is_guess: bool,
     },
 }
 

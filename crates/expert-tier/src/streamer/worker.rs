@@ -38,6 +38,8 @@ pub(super) struct Worker {
     held_back_until: Option<Instant>,
     /// Bytes of the records that are posted.
     posted_bytes: u64,
+    /// How many of them were guesses then.
+    posted_guesses: usize,
     /// What the tier admits at once, as far as it has said so.
     room_bytes: u64,
     looked_for_late: Instant,
@@ -61,6 +63,7 @@ impl Worker {
             done: Vec::new(),
             held_back_until: None,
             posted_bytes: 0,
+            posted_guesses: 0,
             room_bytes: u64::MAX,
             looked_for_late: Instant::now(),
             looked_for_stuck: Instant::now(),
@@ -130,11 +133,13 @@ impl Worker {
             pending,
             slot,
             bytes,
+            is_guess,
         } = posted
         else {
             return;
         };
         self.posted_bytes -= bytes;
+        self.posted_guesses -= usize::from(is_guess);
         let result = pending.wait().and_then(|(mut records, _)| {
             let only = records.pop();
             only.unwrap_or(Err(TierError::ShutDown))
@@ -313,8 +318,14 @@ impl Worker {
                 }
             }
         }
+        // A demand that comes now must find a slot that no guess is landing in: else it would wait
+        // for that guess, and for the next one, which was posted meanwhile.
+        let guesses_max = (self.inner.pool_slots / 2).max(1);
         'classes: for class in Class::ALL {
             loop {
+                if class == Class::Prefetch && self.posted_guesses >= guesses_max {
+                    break;
+                }
                 let Some(key) = lock(&self.inner.flights).front(class) else {
                     break;
                 };
@@ -368,7 +379,9 @@ impl Worker {
             pending,
             slot,
             bytes: need as u64,
+            is_guess: class == Class::Prefetch,
         };
+        self.posted_guesses += usize::from(class == Class::Prefetch);
         flights.post(key, posted, class, target);
         // Noted first: the report may come at once.
         if let Some(State::Posted { pending, .. }) = flights.get_mut(key).map(|f| &f.state) {
