@@ -14,11 +14,12 @@ SCRIPTS := scripts/bootstrap scripts/demo scripts/kernels scripts/fuzz-smoke scr
 
 export DEMO_MB LOCKED
 
-.PHONY: help demo test check fmt-check clippy doc deny scripts-check bench kernel-test fuzz-smoke sanitize fixtures clean bootstrap
+.PHONY: help demo test test-long check fmt-check clippy doc deny scripts-check bench kernel-test fuzz-smoke sanitize fixtures clean bootstrap
 
 help:
 	@echo "make demo         build, synthesise a checkpoint, serve it, fetch it, prove every byte (DEMO_MB=$(DEMO_MB))"
 	@echo "make test         unit, property, contract and end-to-end tests"
+	@echo "make test-long    a quarter of an hour: a million late readers, ten minutes of faults (SOAK_SEED=N repeats one)"
 	@echo "make check        formatting, lints, documentation, licences: warnings are errors"
 	@echo "make bench        speed, as ratios to well-known tools on this machine"
 	@echo "make fixtures     generate the test checkpoints"
@@ -38,6 +39,11 @@ demo: bootstrap
 test: bootstrap
 	CARGO_INCREMENTAL=0 $(CARGO) build $(LOCKED) -p atlas-expert --bins
 	CARGO_INCREMENTAL=0 $(CARGO) test $(LOCKED) --workspace
+
+# Those that take minutes and need nothing but time; each says what it found.
+test-long: bootstrap
+	CARGO_INCREMENTAL=0 $(CARGO) test $(LOCKED) -p atlas-expert-tests --test 'streamer_*' -- \
+	    --ignored --nocapture --test-threads 1 long_
 
 check: fmt-check scripts-check clippy doc deny
 
