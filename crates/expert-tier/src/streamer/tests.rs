@@ -1,6 +1,7 @@
 //! The streamer over a small store on disk, where its own numbers and its tier can be arranged.
 
 mod property;
+mod slots;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
