@@ -14,7 +14,7 @@ use atlas_expert_tests::net::rig::{arena_for, largest, patient, serve};
 use atlas_expert_tests::net::{Random, SLACK, wait_until};
 use expert_peer::Peer;
 use expert_store::Key;
-use expert_tier::{EngineConfig, ExpertLease, ExpertStreamer, StreamerBuilder};
+use expert_tier::{Class, EngineConfig, ExpertLease, ExpertStreamer, StreamerBuilder};
 
 /// 64 records of 317,184 bytes.
 const SIZES: Sizes = Sizes {
@@ -184,6 +184,28 @@ fn right_guesses_hide_a_network_that_is_faster_than_the_computation() {
     assert!(best >= 0.6, "{best}");
     let stats = oracle.stats();
     assert!(stats.guesses_used > 0, "{stats:?}");
+}
+
+#[test]
+fn guesses_leave_half_of_the_slots_to_demands() {
+    let net = Net::new(1 << 30);
+    let streamer = net.streamer(8);
+    let landing = || streamer.arena().stats().landing;
+    net.proxy.hold_after(0);
+    let guesses: Vec<Key> = (1..8).map(|expert| Key::new(7, expert)).collect();
+    assert_eq!(streamer.prefetch(&guesses), guesses.len());
+    wait_until("guesses land in half of the slots", || landing() == 4);
+    // Nothing arrives, and still there is a slot for each of these.
+    let demands: Vec<Key> = (4..8).map(|expert| Key::new(0, expert)).collect();
+    let ticket = streamer.submit(&demands, Class::Demand, SLACK);
+    wait_until("demands land beside them", || landing() == 8);
+    net.proxy.resume();
+    let leases = ticket.expect("room").all(Instant::now() + SLACK);
+    for lease in leases.expect("records") {
+        assert!(lease[..] == net.records[&lease.key()], "{}", lease.key());
+    }
+    wait_until("all guesses came", || streamer.stats().under_way == 0);
+    assert_eq!(streamer.stats().failed, 0);
 }
 
 /// Time that each of so many misses takes, one after the other, sorted.
