@@ -16,6 +16,7 @@ use expert_wire::Key;
 use super::signal::Signal;
 use super::table::LayerTable;
 use crate::record::Record;
+use crate::sync::lock;
 
 /// One record in its slot.
 #[derive(Debug)]
@@ -230,6 +231,13 @@ impl LayerShard {
             }),
             table: OnceLock::new(),
         }
+    }
+
+    /// Whether a record of such a layer has its place here: a store that replaced another may have
+    /// another shape.
+    pub(super) fn fits(&self, layer: &Layer, expert: u32) -> bool {
+        let has_place = (expert as usize) < lock(&self.residents).experts.len();
+        has_place && self.table.get().is_none_or(|table| table.fits(layer))
     }
 }
 

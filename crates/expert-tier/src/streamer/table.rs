@@ -43,6 +43,12 @@ impl LayerTable {
         }
     }
 
+    /// Whether all of a layer has its place.
+    pub(super) fn fits(&self, layer: &Layer) -> bool {
+        let leaves = layer.classes.iter().map(|c| c.leaves.len()).max();
+        layer.num_experts as usize <= self.experts && leaves.unwrap_or(0) <= self.leaves
+    }
+
     /// Experts of the layer, in memory or not.
     pub fn experts(&self) -> usize {
         self.experts

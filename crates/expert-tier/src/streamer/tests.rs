@@ -124,6 +124,8 @@ impl Fence for Switch {
 struct Either {
     tiers: [PosixTier; 2],
     is_second: Arc<AtomicBool>,
+    /// Whether a record tells what it is of.
+    is_pinned: bool,
 }
 
 impl Either {
@@ -163,7 +165,9 @@ impl ExpertTier for Either {
     }
 
     fn info(&self) -> StoreInfo {
-        self.tiers[0].info()
+        let mut info = self.tiers[0].info();
+        info.content_id.take_if(|_| !self.is_pinned);
+        info
     }
 
     fn stats(&self) -> TierStats {
@@ -179,18 +183,41 @@ impl ExpertTier for Either {
     }
 }
 
-#[test]
-fn record_of_another_model_costs_no_slot() {
-    let (disk, other) = (Disk::new(1, 16, 1), Disk::new(1, 16, 2));
-    let arena = arena(&[4]);
-    let tiers = [&disk, &other].map(|d| d.tier(&arena, EngineConfig::default()));
+/// A streamer over two stores, and what chooses the second one.
+fn either(stores: [&Disk; 2], slots: u32, is_pinned: bool) -> (ExpertStreamer, Arc<AtomicBool>) {
+    let arena = arena(&[slots]);
+    let tiers = stores.map(|disk| disk.tier(&arena, EngineConfig::default()));
     assert!(tiers[0].info().content_id.is_some(), "it can be pinned");
     let is_second = Arc::new(AtomicBool::new(false));
     let tier = Either {
         tiers,
         is_second: is_second.clone(),
+        is_pinned,
     };
     let streamer = StreamerBuilder::new().start(tier).expect("a streamer");
+    (streamer, is_second)
+}
+
+#[test]
+fn store_that_grew_is_followed_as_far_as_there_are_places() {
+    let (disk, grown) = (Disk::new(1, 8, 1), Disk::new(2, 12, 2));
+    let (streamer, is_second) = either([&disk, &grown], 4, false);
+    disk.assert_right(&streamer.lease_many(0, &[0, 1], SLACK).unwrap());
+    is_second.store(true, Ordering::Relaxed);
+    for (layer, expert) in [(0, 8), (0, 11), (1, 0), (0, 9), (1, 3), (0, 10)] {
+        let refused = streamer.lease_many(layer, &[expert], SLACK).unwrap_err();
+        let is_said = matches!(refused, TierError::WrongRecord { .. });
+        assert!(is_said, "layer {layer} expert {expert}: {refused}");
+    }
+    is_second.store(false, Ordering::Relaxed);
+    let leases = streamer.lease_many(0, &[0, 1, 2, 3], SLACK).unwrap();
+    disk.assert_right(&leases);
+}
+
+#[test]
+fn record_of_another_model_costs_no_slot() {
+    let (disk, other) = (Disk::new(1, 16, 1), Disk::new(1, 16, 2));
+    let (streamer, is_second) = either([&disk, &other], 4, true);
     disk.assert_right(&streamer.lease_many(0, &[0], SLACK).unwrap());
     is_second.store(true, Ordering::Relaxed);
     for expert in 1..10 {

@@ -165,29 +165,35 @@ impl Worker {
         }
     }
 
-    /// Refuses a record of another model than those in memory.
+    /// Refuses a record of another model than those in memory, and one that has no place among them.
     fn accept(&mut self, record: Record) -> Result<Record, TierError> {
-        let content = record.content();
-        match self.content {
-            Some(before) if before != content => {
-                if !self.inner.follow_content {
-                    let (key, residency) = (record.key(), record.residency());
-                    drop(record);
-                    // Else its slot would hold for ever what nobody asks for.
-                    let _ = self.inner.tier.arena().evict(&residency);
-                    return Err(TierError::ContentChanged { key });
-                }
-                tracing::warn!(
-                    "the store changed: all records in memory are given up, and fetched again as they are needed"
-                );
-                let inner = self.inner.clone();
-                self.slots.clear(&Layers(&inner.layers), &inner.uses);
-                self.content = Some(content);
-            }
-            Some(_) => {}
-            None => self.content = Some(content),
+        let (key, content) = (record.key(), record.content());
+        let is_other = self.content.is_some_and(|before| before != content);
+        if is_other && !self.inner.follow_content {
+            return Err(self.drop_image(record, TierError::ContentChanged { key }));
         }
-        Ok(record)
+        if is_other {
+            tracing::warn!(
+                "the store changed: all records in memory are given up, and fetched again as they are needed"
+            );
+            let inner = self.inner.clone();
+            self.slots.clear(&Layers(&inner.layers), &inner.uses);
+        }
+        self.content = Some(content);
+        let shard = self.inner.shard(key.layer);
+        if shard.is_some_and(|shard| shard.fits(record.layer(), key.expert)) {
+            return Ok(record);
+        }
+        let why = "the store changed its layers or experts: start the streamer again".into();
+        Err(self.drop_image(record, TierError::WrongRecord { key, why }))
+    }
+
+    /// Else the slot would hold for ever what nobody asks for.
+    fn drop_image(&self, record: Record, error: TierError) -> TierError {
+        let residency = record.residency();
+        drop(record);
+        let _ = self.inner.tier.arena().evict(&residency);
+        error
     }
 
     fn hold(&mut self, key: Key, flight: Flight, slot: SlotId, record: Record) {
