@@ -67,7 +67,7 @@ pub fn run_over(rig: &Rig, builder: TierBuilder) -> Report {
 
 /// The same of a tier with an arena of [`gate::arena`].
 pub fn run_tier(tier: Box<dyn ExpertTier>) -> Report {
-    let streamer = StreamerBuilder::new().start_boxed(tier);
+    let streamer = StreamerBuilder::new().start(tier);
     let streamer = streamer.expect("a streamer");
     gate::run_streamed(&streamer, SPEC, STEPS, SLACK, &mut quiet).expect("a run")
 }
