@@ -5,6 +5,7 @@
 //! * [`rig`] puts one behind a backend; [`contract`] is what every backend has to do; [`no_rdma`] what client and peer
 //!   do where there are no verbs.
 //! * [`gate`] computes a forward pass from what comes, whose hash tells whether each weight is right.
+//! * [`parts`] is a model in parts and replicas.
 //! * [`fake`] is a peer with faults, [`proxy`] a network with faults, [`process`] a peer that is a process of its
 //!   own, [`raw`] a client that sends what it likes.
 //!
@@ -16,6 +17,7 @@ pub mod fake;
 pub mod gate;
 pub mod model;
 pub mod no_rdma;
+pub mod parts;
 pub mod process;
 pub mod proxy;
 pub mod raw;

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use expert_store::Store;
 use expert_store::codec::Sections;
+use expert_store::{Store, StoreInfo};
 use expert_wire::frame::FrameKind;
 use expert_wire::limits;
 use expert_wire::message::{
@@ -47,6 +47,9 @@ pub type OnRead = Box<dyn Fn(u64, &ReadRequest) -> Reply + Send + Sync>;
 /// Changes the answer to a question for a layer.
 pub type OnLayer = Box<dyn Fn(Vec<u8>) -> Vec<u8> + Send + Sync>;
 
+/// Changes what it says that it has.
+pub type OnInfo = Box<dyn Fn(StoreInfo) -> StoreInfo + Send + Sync>;
+
 /// A v2 peer on a store, with faults.
 pub struct Script {
     /// Where right bytes come from.
@@ -57,6 +60,8 @@ pub struct Script {
     pub on_read: OnRead,
     /// See [`OnLayer`].
     pub on_layer: OnLayer,
+    /// See [`OnInfo`].
+    pub on_info: OnInfo,
 }
 
 impl Script {
@@ -77,6 +82,7 @@ impl Script {
             store,
             on_read: Box::new(on_read),
             on_layer: Box::new(|blob| blob),
+            on_info: Box::new(|info| info),
         }
     }
 }
@@ -233,7 +239,7 @@ impl Shared {
             let (header, payload) = read_frame(stream, limits::REQUEST_MAX_BYTES)?;
             let answer = match header.kind {
                 FrameKind::StoreInfo => {
-                    let json = serde_json::to_vec(script.store.info())?;
+                    let json = serde_json::to_vec(&(script.on_info)(script.store.info().clone()))?;
                     frame(FrameKind::StoreInfoReply, header.id, &json)
                 }
                 FrameKind::Catalogue => {

@@ -83,7 +83,7 @@ pub(super) fn text(report: &Report, arena: &ExpertArena) -> String {
             "taken over",
             match report.takeovers {
                 0 => "never".to_owned(),
-                n => format!("{n} times by TCP: no preferred rail worked"),
+                n => format!("{n} times by less preferred rails: no other worked"),
             },
         ),
         ("content id", report.content_id.clone().unwrap_or_else(none)),

@@ -15,7 +15,8 @@ use expert_store::info::{StoreInfo, parse_hex128};
 use expert_store::select::Selection;
 use expert_store::{OpenOptions, Store};
 use expert_tier::{
-    Deadline, EngineConfig, ExpertTier, OnFailure, Policy, TierBuilder, TierError, Verify, env,
+    Deadline, EngineConfig, ExpertTier, OnFailure, Policy, Sources, TierBuilder, TierError, Verify,
+    env,
 };
 
 use super::{UsageError, bar, output, signals};
@@ -28,9 +29,19 @@ pub struct SourceArgs {
     /// Where records come from
     #[arg(long, value_enum, default_value_t = Backend::Rdma)]
     expert_backend: Backend,
-    /// Peer to fetch from; default: ATLAS_EXPERT_PEER
-    #[arg(long, value_name = "HOST:PORT")]
+    /// Peer to fetch from, or several: parts of a model add up, replicas share the load; default: ATLAS_EXPERT_PEER
+    #[arg(long, value_name = "HOST:PORT[,…]")]
     expert_peer: Option<String>,
+    /// Store or checkpoint on this machine with the same content or a part of it: it takes over where the peers lack
+    /// records or none of them works (rdma, rdma-verbs)
+    #[arg(long, value_name = "PATH")]
+    local_store: Option<PathBuf>,
+    /// Have the local store carry a share all the time
+    #[arg(long, requires = "local_store")]
+    add_local: bool,
+    /// Connect although no source has some of the records
+    #[arg(long)]
+    allow_missing: bool,
     /// Keep trying for so long where no peer listens yet, seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=86_400))]
     wait: u32,
@@ -214,6 +225,7 @@ impl SourceArgs {
                 None => Deadline::default(),
             })
             .streams(self.streams)
+            .allow_missing(self.allow_missing)
             .expect_content_id(expect);
         let for_others = [
             (Backend::RdmaVerbs, self.verbs.given()),
@@ -232,6 +244,12 @@ impl SourceArgs {
         Ok(match self.expert_backend {
             Backend::Posix | Backend::Uma => {
                 let name = self.expert_backend.name();
+                if self.local_store.is_some() {
+                    return Err(UsageError(format!(
+                        "--local-store is for --expert-backend rdma; {name} reads --store"
+                    ))
+                    .into());
+                }
                 if self.expert_peer.is_some() {
                     return Err(UsageError(format!(
                         "--expert-peer is for --expert-backend rdma; {name} reads --store"
@@ -241,7 +259,8 @@ impl SourceArgs {
                 let path = self.store.as_ref().ok_or_else(|| {
                     UsageError(format!("--expert-backend {name} needs --store PATH"))
                 })?;
-                let store = Arc::new(self.open_store(path, how, expect.is_some())?);
+                let checksums = self.verify != VerifyArg::Off;
+                let store = Arc::new(self.open_store(path, how, expect.is_some(), checksums)?);
                 let arena = make_arena(store.info())?;
                 match self.expert_backend {
                     Backend::Posix => Box::new(builder.open_posix(store, arena)?),
@@ -269,23 +288,28 @@ impl SourceArgs {
                     Backend::RdmaVerbs => builder.verbs(self.verbs.options()?),
                     _ => builder,
                 };
-                let info = self.describe(&builder, &addr, cancel)?;
+                let mut sources = Sources::of_peers(&addr)?;
+                sources.add_local = self.add_local;
+                if let Some(path) = &self.local_store {
+                    sources.local = Some(Arc::new(self.open_store(path, how, true, true)?));
+                }
+                let info = self.describe(&builder, &sources, cancel)?;
                 let arena = make_arena(&info)?;
-                Box::new(builder.connect(&addr, arena)?)
+                Box::new(builder.connect_sources(&sources, arena)?)
             }
         })
     }
 
-    /// Asks the peer what it serves; with `--wait`, again until it answers.
+    /// Asks the peers what they serve; with `--wait`, again until one answers.
     fn describe(
         &self,
         builder: &TierBuilder,
-        addr: &str,
+        sources: &Sources,
         cancel: &AtomicBool,
     ) -> anyhow::Result<StoreInfo> {
         let limit = Instant::now() + Duration::from_secs(self.wait.into());
         loop {
-            match builder.describe(addr) {
+            match builder.describe_sources(sources) {
                 Err(TierError::Connect { .. }) if Instant::now() < limit => {
                     anyhow::ensure!(!cancel.load(Ordering::Relaxed), "interrupted");
                     std::thread::sleep(Duration::from_millis(200));
@@ -297,14 +321,20 @@ impl SourceArgs {
 
     /// Opens a store on this machine. Of a bare checkpoint only what is selected is hashed, unless
     /// the content id of the whole is asked for.
-    fn open_store(&self, path: &Path, how: &How, whole: bool) -> anyhow::Result<Store> {
+    fn open_store(
+        &self,
+        path: &Path,
+        how: &How,
+        whole: bool,
+        checksums: bool,
+    ) -> anyhow::Result<Store> {
         let selection = (!whole && !how.selection.is_all()).then(|| how.selection.clone());
         let store = Store::open(
             path,
             &OpenOptions {
                 stack: self.stack.clone(),
                 selection,
-                checksums: self.verify != VerifyArg::Off,
+                checksums,
                 progress: bar::progress(how.quiet),
                 cancel: Some(signals::cancel_flag()?),
                 ..OpenOptions::default()

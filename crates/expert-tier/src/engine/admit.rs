@@ -74,6 +74,7 @@ impl Engine {
                 in_retry_queue: false,
                 landed_bytes: 0,
                 attempts_failed: 0,
+                refused_by: 0,
                 was_flushed: false,
                 verified: order.verify,
                 touched: 0,

@@ -328,11 +328,28 @@ impl Engine {
     }
 }
 
+/// Whether another rail of the same rank works with the record's content, has it, and did not refuse
+/// it.
+pub(super) fn has_other_reader(rails: &[RailBook], rail: usize, record: &Record) -> bool {
+    let rank = rails[rail].capabilities.rank;
+    rails.iter().enumerate().any(|(i, book)| {
+        i != rail
+            && record.refused_by & 1 << i == 0
+            && book.is_up()
+            && book.capabilities.rank == rank
+            && book.serves() == Some(record.content)
+            && book.holds(record.key)
+    })
+}
+
 /// Whether a rail may read for a record: it serves the content, has the record, and no preferred
 /// rail that works does.
 fn may_read(rails: &[RailBook], rail: usize, record: &Record, guards: Guards) -> bool {
     let own = &rails[rail];
     if !guards.admit(own.serves(), record.content) || !own.holds(record.key) {
+        return false;
+    }
+    if record.refused_by & 1 << rail != 0 && has_other_reader(rails, rail, record) {
         return false;
     }
     let mut before = rails.iter().filter(|b| b.is_partial() && b.precedes(own));

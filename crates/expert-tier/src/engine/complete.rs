@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use super::assign::has_other_reader;
 use super::{Engine, Failure, Handle};
 use crate::rail::{Completion, Landed, RailId, Read, ReadError, ReadId};
 
@@ -85,6 +86,12 @@ impl Engine {
             let refused = matches!(error, ReadError::Unavailable(_) | ReadError::Refused(_));
             request.account.refused_reads += u64::from(refused);
         }
+        let is_verdict = !matches!(error, ReadError::Flushed | ReadError::ContentChanged);
+        if is_verdict {
+            record.refused_by |= 1 << rail.0;
+        }
+        // Another that has the record is asked before it fails.
+        let has_other = is_verdict && has_other_reader(&self.rails, rail.0, record);
         let failure = match error {
             ReadError::Flushed => {
                 // Not an attempt of its own: the rail failed, not the READ. The deadline bounds it.
@@ -103,7 +110,7 @@ impl Engine {
             ReadError::WrongRecord(why) => Some(Failure::WrongRecord(why)),
             ReadError::Refused(why) => Some(Failure::Refused(why)),
         };
-        match failure {
+        match failure.filter(|_| !has_other) {
             Some(failure) => {
                 drop(read);
                 self.fail_record(now, handle, failure);

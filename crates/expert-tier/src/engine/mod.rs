@@ -74,6 +74,8 @@ struct Record {
     in_retry_queue: bool,
     landed_bytes: u64,
     attempts_failed: u32,
+    /// Rails that refused it or brought wrong bytes, as bits: others of their rank go first.
+    refused_by: u64,
     /// A rail went down with READs of it posted.
     was_flushed: bool,
     verified: bool,

@@ -72,6 +72,55 @@ fn replica_takes_over_what_was_posted_on_a_rail_that_failed() {
 }
 
 #[test]
+fn what_one_replica_refuses_or_gets_wrong_is_read_from_another() {
+    let bad = |got| {
+        ReadError::Checksum(crate::rail::BadChunk {
+            chunk: 0,
+            got,
+            want: 1,
+        })
+    };
+    for error in [
+        ReadError::Refused("not here".into()),
+        ReadError::WrongRecord("another".into()),
+        bad(2),
+    ] {
+        let mut bench = bench(&[TAG, TAG]);
+        let experts = [0, 1, 2, 3, 4];
+        bench.submit(&experts);
+        let mut refused = 0;
+        loop {
+            bench.post_all();
+            if let Some(read) = bench.posted[0].pop() {
+                refused += 1;
+                bench.complete(0, read, Err(error.clone()));
+            } else if !bench.posted[1].is_empty() {
+                bench.land(1, 0);
+            } else {
+                break;
+            }
+        }
+        assert!(refused > 0);
+        assert_right(&bench.finished(), &experts);
+        bench.assert_no_slot_leaked();
+    }
+    // Where both do, the record fails.
+    let mut bench = bench(&[TAG, TAG]);
+    bench.submit(&[0]);
+    for _ in 0..20 {
+        bench.post_all();
+        for rail in 0..2 {
+            while let Some(read) = bench.posted[rail].pop() {
+                bench.complete(rail, read, Err(ReadError::Refused("not here".into())));
+            }
+        }
+    }
+    let finished = bench.finished();
+    assert!(matches!(finished.records[0], Err(Failure::Refused(_))));
+    bench.assert_no_slot_leaked();
+}
+
+#[test]
 fn record_without_a_holder_waits_for_one_until_its_deadline() {
     let mut bench = bench(&[LEFT, RIGHT]);
     bench.event(1, RailEvent::Down("cable".into()));
