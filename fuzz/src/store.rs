@@ -26,6 +26,7 @@ pub(super) fn check_layer(layer: &Layer) {
     assert_eq!(again, *layer);
     assert_eq!(codec::encode_layer(&again, Sections::ALL), blob);
     assert_eq!(again.id(true), layer.id(true));
+    assert_eq!(again.whole_id(), layer.whole_id());
 
     let without = Sections {
         segments: false,
@@ -79,6 +80,10 @@ pub fn info(input: &[u8]) {
         serde_json::from_slice::<StoreInfo>(&text).ok(),
         Some(info.clone())
     );
+    // Whatever it says: an answer, and no more memory than it has itself.
+    if info.check().is_ok() {
+        assert!(!info.layers.is_empty());
+    }
     for layer in &info.layers {
         if let Ok(experts) = codec::from_ranges(&layer.experts, limits::EXPERTS_MAX) {
             assert!(experts.windows(2).all(|w| w[0] < w[1]));

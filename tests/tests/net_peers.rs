@@ -2,21 +2,22 @@
 //! and whoever does not belong gets nothing to say.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use atlas_expert_tests::binary::expert;
 use atlas_expert_tests::net::fake::{FakePeer, Reply, Script};
 use atlas_expert_tests::net::model::Sizes;
 use atlas_expert_tests::net::parts::Parts;
+use atlas_expert_tests::net::process::PeerProcess;
 use atlas_expert_tests::net::proxy::Proxy;
 use atlas_expert_tests::net::rig::{
     arena_for, assert_all_right, assert_right, batch, patient, serve, slot, unsettled,
 };
 use atlas_expert_tests::net::wait_until;
-use expert_peer::Peer;
-use expert_store::info::{Whole, hex128, parse_hex128};
+use expert_store::info::{Whole, hex128};
 use expert_store::{Key, OpenOptions, Store};
 use expert_tier::stats::RailStats;
-use expert_tier::{ExpertTier, RdmaTier, Sources, TierBuilder, TierError};
+use expert_tier::{EngineConfig, ExpertTier, Policy, RdmaTier, Sources, TierBuilder, TierError};
 use expert_wire::message::ErrorCode;
 
 fn list(addrs: &[&dyn std::fmt::Display]) -> String {
@@ -150,7 +151,7 @@ fn packed_in_place_and_local_replicas_are_interchangeable_and_share_the_load() {
     }
     let share = rail(&tier, 0).bytes * 100 / (12 * parts.bytes());
     eprintln!("the first of two: {share} per cent");
-    assert!((25..=75).contains(&share), "{share} per cent");
+    assert!((30..=70).contains(&share), "{share} per cent");
 }
 
 #[test]
@@ -349,9 +350,9 @@ fn replica_that_lacks_or_damages_what_it_claims_is_made_up_for_by_the_other() {
 fn replica_takes_over_in_the_middle_of_a_request() {
     let parts = Parts::new(Sizes::SMALL);
     let store = parts.whole.clone();
-    let mut one: Option<Peer> = Some(serve(store.clone()));
+    let one = PeerProcess::start(store.path(), &[]);
     let two = serve(parts.packed());
-    let way = Proxy::start(one.as_ref().expect("a peer").local_addr());
+    let way = Proxy::start(one.addr);
     let addrs = list(&[&way.addr(), &two.local_addr()]);
     let tier = connect(&parts, patient(), &addrs).expect("a model");
     all_right(&tier, &parts); // the catalogue is here
@@ -360,7 +361,7 @@ fn replica_takes_over_in_the_middle_of_a_request() {
     way.hold_after(100_000);
     let pending = tier.submit(&batch(&keys), None).expect("a request");
     wait_until("the first peer stopped in the middle", || way.is_holding());
-    one.take();
+    drop(one); // by SIGKILL
     way.cut();
     let (records, _) = pending.wait().expect("an end");
     for record in records {
@@ -370,9 +371,9 @@ fn replica_takes_over_in_the_middle_of_a_request() {
     assert!(errors > 0 && tier.stats().failed == 0);
 
     // It comes back and does its share again.
-    one = Some(serve(store));
+    let one = PeerProcess::start(store.path(), &[]);
     way.resume();
-    way.lead_to(one.as_ref().expect("a peer").local_addr());
+    way.lead_to(one.addr);
     wait_until("the first works again", || {
         all_right(&tier, &parts);
         rail(&tier, 0).bytes > before
@@ -434,6 +435,33 @@ fn shards_that_all_go_over_to_a_new_model_are_followed() {
 }
 
 #[test]
+fn peer_that_never_answers_holds_nobody_up() {
+    let parts = Parts::new(Sizes::TINY);
+    let silent = FakePeer::silent();
+    let two = serve(parts.whole.clone());
+    let addrs = list(&[&silent.addr(), &two.local_addr()]);
+    for policy in [Policy::HomeSteal, Policy::ExpertMod, Policy::Split] {
+        let builder = patient()
+            .connect_timeout(Duration::from_millis(700))
+            .engine(EngineConfig {
+                policy,
+                ..EngineConfig::default()
+            });
+        let tier = connect(&parts, builder, &addrs).expect("a model");
+        all_right(&tier, &parts);
+        assert_eq!(rail(&tier, 0).bytes, 0);
+    }
+    // Nobody answers at all: each is named.
+    let other = FakePeer::silent();
+    let builder = patient().connect_timeout(Duration::from_millis(300));
+    let error = refused(&parts, builder, &list(&[&silent.addr(), &other.addr()]));
+    assert!(matches!(error, TierError::Connect { .. }), "{error}");
+    for addr in [silent.addr(), other.addr()] {
+        assert!(error.to_string().contains(&addr), "{error}");
+    }
+}
+
+#[test]
 fn local_store_takes_over_when_all_peers_die_and_hands_back() {
     let parts = Parts::new(Sizes::TINY);
     let way = nowhere();
@@ -492,8 +520,6 @@ fn local_part_makes_up_for_what_peers_lack() {
     assert_eq!(fetched["records"], parts.records.len());
     let bytes = |i: usize| fetched["rails"][i]["bytes"].as_u64().expect("a number");
     assert_eq!((bytes(0), bytes(1)), (parts.bytes() / 2, parts.bytes() / 2));
-    let expect = content(&parts.whole);
-    assert!(parse_hex128(&expect).is_ok());
     for (flags, fault) in [
         (["--expert-peer", "127.0.0.1:1,127.0.0.1:1"], "named twice"),
         (["--expert-peer", "127.0.0.1:1,"], "host:port"),

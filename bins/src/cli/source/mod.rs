@@ -42,7 +42,7 @@ pub struct SourceArgs {
     /// Connect although no source has some of the records
     #[arg(long)]
     allow_missing: bool,
-    /// Keep trying for so long where no peer listens yet, seconds
+    /// Keep trying for so long where no peer listens yet, or the peers that do lack records, seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=86_400))]
     wait: u32,
     /// Store or checkpoint to read (posix, uma)
@@ -310,7 +310,9 @@ impl SourceArgs {
         let limit = Instant::now() + Duration::from_secs(self.wait.into());
         loop {
             match builder.describe_sources(sources) {
-                Err(TierError::Connect { .. }) if Instant::now() < limit => {
+                Err(TierError::Connect { .. } | TierError::Missing { .. })
+                    if Instant::now() < limit =>
+                {
                     anyhow::ensure!(!cancel.load(Ordering::Relaxed), "interrupted");
                     std::thread::sleep(Duration::from_millis(200));
                 }

@@ -115,7 +115,9 @@ impl Engine {
                 let serves_other = book.content.is_some() && book.serves() != serves;
                 // One that was preferred and is down waits for nobody: this rail is there for that.
                 let is_gone = book.capabilities.rank < rank || book.state != RailState::Probing;
-                serves_other || (!book.is_up() && is_gone)
+                // Nor does one that never worked.
+                let is_unknown = book.content.is_none();
+                serves_other || (!book.is_up() && (is_gone || is_unknown))
             }
         };
         // The longest queue first: it is the one that would end last. Of equals the first.

@@ -79,7 +79,7 @@ impl TierBuilder {
     /// [`TierError::Connect`], [`TierError::Handshake`], [`TierError::Catalogue`] where a peer says
     /// what cannot be true, [`TierError::OtherContent`], [`TierError::DifferentContents`] and
     /// [`TierError::Unproven`] where sources do not belong together, [`TierError::Missing`] where
-    /// they lack records, each within the connect time-out (and, where an address is a name, the
+    /// they lack records, each within the connect time-out, or twice that where there are several (and, where an address is a name, the
     /// time that the system's resolver takes).
     pub fn connect_sources(
         self,
@@ -95,6 +95,11 @@ impl TierBuilder {
             ));
         }
         let met = self.meet_all(sources, limit)?;
+        // A peer that does not answer may have used up the time; the others' rails need some.
+        let limit = match sources.peers.len() {
+            1 => limit,
+            _ => later(Instant::now(), self.connect_timeout),
+        };
         let notifier = Arc::new(Notifier::new().map_err(no_resources)?);
         let local = met.local.as_ref().map(|view| view.tag);
         let mut all = self.rails(sources, &met.peers, local, &arena, &notifier, limit)?;
