@@ -129,7 +129,8 @@ fn part_that_claims_another_whole_or_more_than_it_has_is_refused() {
     let good = contents(&at("part"));
     let of_other: serde_json::Value =
         serde_json::from_slice(&contents(&at("other"))["manifest.json"]).unwrap();
-    let edits: [(&str, &dyn Fn(&mut serde_json::Value)); 5] = [
+    type Edit<'a> = &'a dyn Fn(&mut serde_json::Value);
+    let edits: [(&str, Edit<'_>); 5] = [
         ("another whole", &|m| m["whole"] = of_other["whole"].clone()),
         ("another id", &|m| {
             m["whole"]["content_id"] = hex128(7).into();
@@ -163,7 +164,8 @@ fn description_of_a_part_that_does_not_hold_together_is_refused() {
     pack_part(&source, &out, &shard(1, 2), NameWhole::Always);
     let sound = open(&out).info().clone();
     sound.check().unwrap();
-    let edits: [&dyn Fn(&mut StoreInfo, &mut crate::Whole); 6] = [
+    type Edit<'a> = &'a dyn Fn(&mut StoreInfo, &mut crate::Whole);
+    let edits: [Edit<'_>; 6] = [
         &|_, whole| whole.content_id = hex128(1),
         &|_, whole| whole.layers[0].id = hex128(1),
         &|_, whole| whole.layers.clear(),
