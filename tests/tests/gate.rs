@@ -72,7 +72,7 @@ fn records_stay_where_there_is_room_and_each_is_fetched_once() {
     let arena = arena.reserve_bytes(Some(0)).build().expect("memory");
     let tier = rig.connect(patient(), arena.into()).expect("a tier");
     let streamer = StreamerBuilder::new()
-        .start_boxed(tier)
+        .start(tier)
         .expect("a streamer");
     let report = gate::run_streamed(&streamer, SPEC, STEPS, SLACK, &mut quiet).expect("a run");
     assert_eq!(report.hash, want());
@@ -307,7 +307,7 @@ fn run_ends_with_an_error_where_the_peer_does_not_come_back() {
     let arena = arena.reserve_bytes(Some(0)).build().expect("memory");
     let tier = rig.connect(patient(), arena.into()).expect("a tier");
     let streamer = StreamerBuilder::new()
-        .start_boxed(tier)
+        .start(tier)
         .expect("a streamer");
     let mut rig = Some(rig);
     let time = std::time::Duration::from_millis(300);
