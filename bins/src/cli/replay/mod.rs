@@ -226,7 +226,7 @@ fn setup(
         eviction,
         prefetch,
         record_bytes: model.record_bytes,
-        link: model.link.clone(),
+        link: model.link,
         compute: Duration::from_micros(args.model.compute_us),
         warm_up_steps: args.model.warm_up_steps,
         seed: args.model.seed,
