@@ -11,9 +11,11 @@ use atlas_expert_tests::net::gate::{
     FLAGS, SIZES, SPEC, STEPS, assert_all_was_fetched, hash_of_records, quiet, run_over,
 };
 use atlas_expert_tests::net::model::{self, Model, flip_unnoticed, place_of};
+use atlas_expert_tests::net::parts::Parts;
 use atlas_expert_tests::net::process::PeerProcess;
-use atlas_expert_tests::net::rig::{Backend, Rig, largest, patient};
+use atlas_expert_tests::net::rig::{Backend, Rig, largest, patient, serve};
 use expert_moe::{MoeError, gate};
+use expert_peer::Peer;
 use expert_store::synth::{SynthSpec, synth};
 use expert_store::{Key, Store};
 use expert_tier::{StreamerBuilder, TierBuilder};
@@ -54,7 +56,13 @@ fn hash_is_that_of_resident_weights_over_every_backend_and_every_record_is_fetch
         (report.hash, report.needed)
     };
     let one_and_two = [patient as fn() -> TierBuilder, || patient().streams(2)];
-    for backend in [Backend::Posix, Backend::RdmaInPlace, Backend::RdmaPacked] {
+    for backend in [
+        Backend::Posix,
+        Backend::UmaInPlace,
+        Backend::UmaPacked,
+        Backend::RdmaInPlace,
+        Backend::RdmaPacked,
+    ] {
         for builder in one_and_two {
             let rig = Rig::of(backend, Model::bf16(SIZES));
             let report = run_over(&rig, builder());
@@ -65,15 +73,43 @@ fn hash_is_that_of_resident_weights_over_every_backend_and_every_record_is_fetch
     }
 }
 
+/// The run of several peers of one model, and their rails' bytes.
+fn run_over_peers(parts: &Parts, peers: &[Peer]) -> (gate::Report, Vec<u64>) {
+    let arena = gate::arena(parts.whole.info(), &SPEC, 2).expect("an arena");
+    let arena = arena.reserve_bytes(Some(0)).build().expect("memory");
+    let addrs: Vec<String> = peers.iter().map(|p| p.local_addr().to_string()).collect();
+    let tier = patient().connect(&addrs.join(","), arena.into());
+    let streamer = StreamerBuilder::new().start(tier.expect("a tier"));
+    let streamer = streamer.expect("a streamer");
+    let report = gate::run_streamed(&streamer, SPEC, STEPS, SLACK, &mut quiet).expect("a run");
+    let rails = streamer.tier().stats().rails;
+    (report, rails.iter().map(|rail| rail.bytes).collect())
+}
+
+#[test]
+fn hash_is_the_same_over_two_shards_and_over_two_replicas() {
+    let parts = Parts::new(SIZES);
+    let shards = [
+        serve(parts.packed_shard(1, 2)),
+        serve(parts.indexed_shard(2, 2)),
+    ];
+    let replicas = [serve(parts.packed()), serve(parts.whole.clone())];
+    let want = want();
+    for peers in [&shards, &replicas] {
+        let (report, carried) = run_over_peers(&parts, peers);
+        assert_eq!(report.hash, want);
+        assert_all_was_fetched(&report, largest(&parts.records) as u64);
+        assert!(carried.iter().all(|&bytes| bytes > 0), "{carried:?}");
+    }
+}
+
 #[test]
 fn records_stay_where_there_is_room_and_each_is_fetched_once() {
     let rig = Rig::of(Backend::RdmaInPlace, Model::bf16(SIZES));
     let arena = gate::arena(rig.store.info(), &SPEC, SIZES.layers).expect("an arena");
     let arena = arena.reserve_bytes(Some(0)).build().expect("memory");
     let tier = rig.connect(patient(), arena.into()).expect("a tier");
-    let streamer = StreamerBuilder::new()
-        .start(tier)
-        .expect("a streamer");
+    let streamer = StreamerBuilder::new().start(tier).expect("a streamer");
     let report = gate::run_streamed(&streamer, SPEC, STEPS, SLACK, &mut quiet).expect("a run");
     assert_eq!(report.hash, want());
     let moved = report.moved.expect("experts were streamed");
@@ -306,9 +342,7 @@ fn run_ends_with_an_error_where_the_peer_does_not_come_back() {
     let arena = gate::arena(rig.store.info(), &SPEC, 2).expect("an arena");
     let arena = arena.reserve_bytes(Some(0)).build().expect("memory");
     let tier = rig.connect(patient(), arena.into()).expect("a tier");
-    let streamer = StreamerBuilder::new()
-        .start(tier)
-        .expect("a streamer");
+    let streamer = StreamerBuilder::new().start(tier).expect("a streamer");
     let mut rig = Some(rig);
     let time = std::time::Duration::from_millis(300);
     let error = gate::run_streamed(&streamer, SPEC, STEPS, time, &mut |_, _| {

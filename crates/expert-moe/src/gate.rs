@@ -246,6 +246,7 @@ mod tests {
             container: expert_store::Container::Safetensors,
             generation: 1,
             content_id: None,
+            whole: None,
             layout_id: String::new(),
             layers: vec![expert_store::info::LayerInfo {
                 layer: 0,

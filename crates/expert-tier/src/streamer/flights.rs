@@ -12,7 +12,7 @@
 //!
 //! *Invariant*: a flight is in exactly one queue while it is Waiting, and in none otherwise.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -77,6 +77,8 @@ pub(super) struct Flights {
     /// Turns given out.
     turns: u64,
     pub(super) is_stopped: bool,
+    /// Layers whose catalogue is on its way: their flights wait, others go past them.
+    loading: HashSet<u32>,
     /// Guesses that somebody came to wait for.
     pub(super) guesses_late: u64,
 }
@@ -158,14 +160,23 @@ impl Flights {
     /// The flight whose turn it is to get a slot of the pool. It stays in its queue until it is
     /// posted or removed.
     pub(super) fn front(&self, class: Class) -> Option<Key> {
-        let first = self.queues[class as usize].first_key_value();
-        first.map(|(_, key)| *key)
+        let mut queue = self.queues[class as usize].values();
+        let first = queue.find(|key| !self.loading.contains(&key.layer));
+        first.copied()
+    }
+
+    /// Has the flights of a layer wait for its catalogue, or go on.
+    pub(super) fn set_loading(&mut self, layer: u32, is_loading: bool) {
+        match is_loading {
+            true => self.loading.insert(layer),
+            false => self.loading.remove(&layer),
+        };
     }
 
     /// Those that wait for their place in a slab, in their order.
     pub(super) fn for_slabs(&self) -> Vec<(Key, SlotId)> {
         let place = |&key: &Key| match self.open.get(&key).map(|f| f.target) {
-            Some(Target::Slab(slot)) => Some((key, slot)),
+            Some(Target::Slab(slot)) if !self.loading.contains(&key.layer) => Some((key, slot)),
             _ => None,
         };
         self.for_slabs.values().filter_map(place).collect()

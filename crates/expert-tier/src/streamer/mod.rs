@@ -16,6 +16,7 @@
 //! Locks, in the order in which they may be held together: `flights`, then a layer's `residents`
 //! or the policy (`uses`); `uses`, then `residents`. Who holds `residents` only tries for `uses`.
 
+mod catalogues;
 mod flights;
 mod residents;
 mod signal;

@@ -8,6 +8,7 @@ use expert_arena::SlotId;
 use expert_wire::Key;
 
 use super::Inner;
+use super::catalogues::Catalogues;
 use super::flights::{Flight, Flights, State, Target};
 use super::residents::{ExpertLease, Held};
 use super::slots::{Layers, Slots};
@@ -34,6 +35,7 @@ pub(super) struct Worker {
     /// What records are of; `None` until the first one landed.
     content: Option<ContentTag>,
     done: Vec<Key>,
+    catalogues: Catalogues,
     /// The tier had no room for more: until something ends, or this.
     held_back_until: Option<Instant>,
     /// Bytes of the records that are posted.
@@ -61,6 +63,7 @@ impl Worker {
             slots,
             content: None,
             done: Vec::new(),
+            catalogues: Catalogues::default(),
             held_back_until: None,
             posted_bytes: 0,
             posted_guesses: 0,
@@ -102,6 +105,7 @@ impl Worker {
         if lock(&self.inner.flights).is_stopped {
             return None;
         }
+        self.take_catalogues();
         self.expire();
         let blocked = self.post_waiting();
         self.name_stuck();
@@ -357,6 +361,10 @@ impl Worker {
             return Posted::Yes; // given up meanwhile
         };
         let left = until(Instant::now(), deadline);
+        if !self.catalogues.has(&inner, key, left) {
+            lock(&inner.flights).set_loading(key.layer, true);
+            return Posted::Yes; // it is next when its layer is known
+        }
         let need = match inner.tier.find(key, left) {
             Ok((layer, position)) => layer.class(position).image_bytes as usize,
             Err(error) => return self.refuse(key, error),
@@ -395,6 +403,18 @@ impl Worker {
             pending.on_done(move || signal.done(key));
         }
         Posted::Yes
+    }
+
+    /// Lets flights go on whose layer is known now. Where it could not be had, the one that it was
+    /// asked for fails, and the next one asks again.
+    fn take_catalogues(&mut self) {
+        let inner = self.inner.clone();
+        for (key, result) in self.catalogues.take(&inner) {
+            lock(&inner.flights).set_loading(key.layer, false);
+            if let Err(error) = result {
+                self.refuse(key, error);
+            }
+        }
     }
 
     fn hold_back(&mut self) -> Posted {
