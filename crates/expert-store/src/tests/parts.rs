@@ -148,9 +148,9 @@ fn part_that_claims_another_whole_or_more_than_it_has_is_refused() {
     for (what, edit) in edits {
         edit_manifest(&at("part"), edit);
         let error = open_err(&at("part")).to_string();
-        assert!(error.contains(&at("part").display().to_string()), "{error}");
+        let is_named = error.contains(&at("part").display().to_string());
+        assert!(is_named, "{what}: {error}");
         fs::write(at("part").join("manifest.json"), &good["manifest.json"]).unwrap();
-        assert!(!error.is_empty(), "{what}");
     }
     flip(&at("part").join("whole.bin"), 3);
     assert!(open_err(&at("part")).to_string().contains("whole.bin"));
