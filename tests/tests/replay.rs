@@ -415,8 +415,11 @@ fn real_replay_hits_as_often_as_the_model_says() {
         (Some("posix"), &Value::Null)
     );
     assert_eq!(real["record_bytes"], 12288);
-    for (real, modelled) in rows(&real).iter().zip(rows(&modelled)) {
-        // Without prefetch nothing depends on time: LRU gives up the same records.
+    let (small, whole) = (0, 1);
+    // Records of one layer land in any order, so the least recently used of them may be another.
+    let hits = [&real, &modelled].map(|report| number(&rows(report)[small], "hits"));
+    assert!((hits[0] - hits[1]).abs() < 0.1 * hits[1], "{hits:?}");
+    for (real, modelled) in [(&rows(&real)[whole], &rows(&modelled)[whole])] {
         for name in [
             "slots",
             "uses",

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use atlas_expert_tests::net::model::{Model, Records, Sizes};
+use atlas_expert_tests::net::parts::Parts;
 use atlas_expert_tests::net::proxy::Proxy;
 use atlas_expert_tests::net::rig::{Backend, Rig, arena_for, largest, patient, serve, unsettled};
 use atlas_expert_tests::net::{SLACK, wait_until};
@@ -309,6 +310,37 @@ fn demand_goes_before_guesses_that_wait() {
         .unwrap();
     drop(leases);
     assert_right(&ticket.all(Instant::now() + SLACK).unwrap(), &rig.records);
+}
+
+/// A peer that has half of the experts stops in the middle; the other half is another's.
+#[test]
+fn layer_whose_catalogue_does_not_come_holds_up_no_other() {
+    let parts = Parts::new(Sizes::SMALL);
+    let (one, two) = (
+        serve(parts.packed_shard(1, 2)),
+        serve(parts.packed_shard(2, 2)),
+    );
+    let proxy = Proxy::start(one.local_addr());
+    let addrs = format!("{},{}", proxy.addr(), two.local_addr());
+    let tier = patient()
+        .connect(&addrs, arena_for(&parts.records, 8))
+        .unwrap();
+    let streamer = StreamerBuilder::new().start(tier).unwrap();
+    proxy.hold_after(0);
+    let stuck = streamer
+        .submit(&[Key::new(1, 0)], Class::Demand, SLACK)
+        .unwrap();
+    wait_until("the catalogue is asked for", || proxy.is_holding());
+    let began = Instant::now();
+    for layer in [0, 2] {
+        assert_right(
+            &streamer.lease_many(layer, &[5], SLACK).unwrap(),
+            &parts.records,
+        );
+    }
+    assert!(!stuck.is_done() && began.elapsed() < SLACK / 2);
+    proxy.resume();
+    assert_right(&stuck.all(Instant::now() + SLACK).unwrap(), &parts.records);
 }
 
 fn layer_of_256() -> (Model, Records) {

@@ -184,6 +184,13 @@ impl Core {
         self.current_view(limit)?.find(key, limit)
     }
 
+    /// Whether [`Core::find`] asks nobody.
+    pub(crate) fn knows(&self, key: Key) -> bool {
+        let view = self.view();
+        let is_current = self.driver.content().is_none_or(|now| now == view.tag);
+        is_current && view.knows(key)
+    }
+
     /// Submits and waits; records whose content changed under way are fetched once more, where
     /// that was asked for.
     pub(crate) fn fetch(&self, batch: &[(Key, SlotId)]) -> Result<BatchResult, TierError> {

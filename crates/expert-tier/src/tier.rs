@@ -80,6 +80,9 @@ pub trait ExpertTier: Send + Sync {
     /// *Errors*: there is no such record, or the peer did not answer.
     fn find(&self, key: Key, time: Duration) -> Result<(Arc<Layer>, usize), TierError>;
 
+    /// Whether [`ExpertTier::find`] asks nobody: the catalogue of what is served now is there.
+    fn knows(&self, key: Key) -> bool;
+
     /// Where records land.
     fn arena(&self) -> &Arc<ExpertArena>;
 
@@ -120,6 +123,10 @@ impl<T: ExpertTier + ?Sized> ExpertTier for Box<T> {
 
     fn find(&self, key: Key, time: Duration) -> Result<(Arc<Layer>, usize), TierError> {
         (**self).find(key, time)
+    }
+
+    fn knows(&self, key: Key) -> bool {
+        (**self).knows(key)
     }
 
     fn arena(&self) -> &Arc<ExpertArena> {
@@ -419,6 +426,10 @@ macro_rules! tier {
 
             fn find(&self, key: Key, time: Duration) -> Result<(Arc<Layer>, usize), TierError> {
                 self.core.find(key, later(Instant::now(), time))
+            }
+
+            fn knows(&self, key: Key) -> bool {
+                self.core.knows(key)
             }
 
             fn arena(&self) -> &Arc<ExpertArena> {

@@ -198,6 +198,18 @@ impl View {
         matches!(self.source, Source::Store(_)) || lock(&self.layers).contains_key(&layer)
     }
 
+    /// Whether [`View::find`] asks nobody.
+    pub(crate) fn knows(&self, key: Key) -> bool {
+        match &self.source {
+            Source::Union(union) => union.knows(key),
+            Source::Store(_) | Source::V1(_) => true,
+            Source::Peer(_) => {
+                let is_there = self.info.layers.iter().any(|l| l.layer == key.layer);
+                !is_there || self.has_layer(key.layer)
+            }
+        }
+    }
+
     /// Finds a record: its layer and its position there.
     ///
     /// *Errors*: [`TierError::NoSuchRecord`], [`TierError::IdentityExpert`], or trouble in getting

@@ -111,18 +111,10 @@ impl Union {
         self.check_key(key)?;
         let members = self.members();
         let answered = self.answered.load(Ordering::Relaxed);
-        let has_it = |view: &View| {
-            let layers = &view.first_info().layers;
-            let found = layers.binary_search_by_key(&key.layer, |l| l.layer);
-            found.is_ok_and(|i| {
-                let ranges = &layers[i].experts;
-                ranges.iter().any(|r| (r[0]..r[1]).contains(&key.expert))
-            })
-        };
         let mut having: Vec<(usize, &Arc<View>)> = members
             .iter()
             .enumerate()
-            .filter_map(|(i, m)| Some((i, m.as_ref().filter(|view| has_it(view))?)))
+            .filter_map(|(i, m)| Some((i, m.as_ref().filter(|view| has_record(view, key))?)))
             .collect();
         having.sort_by_key(|(i, view)| (!view.has_layer(key.layer), *i != answered));
         let mut trouble = Vec::new();
@@ -148,6 +140,17 @@ impl Union {
                 false => trouble.join("; "),
             },
         })
+    }
+
+    /// Whether [`Union::find`] asks nobody.
+    pub(crate) fn knows(&self, key: Key) -> bool {
+        let members = self.members.read().unwrap_or_else(PoisonError::into_inner);
+        let mut having = members
+            .iter()
+            .flatten()
+            .filter(|view| has_record(view, key));
+        let is_here = having.clone().any(|view| view.has_layer(key.layer));
+        is_here || having.next().is_none()
     }
 
     fn check_key(&self, key: Key) -> Result<(), TierError> {
@@ -181,4 +184,13 @@ impl Union {
             },
         })
     }
+}
+
+fn has_record(view: &View, key: Key) -> bool {
+    let layers = &view.first_info().layers;
+    let found = layers.binary_search_by_key(&key.layer, |l| l.layer);
+    found.is_ok_and(|i| {
+        let ranges = &layers[i].experts;
+        ranges.iter().any(|r| (r[0]..r[1]).contains(&key.expert))
+    })
 }

@@ -1,7 +1,7 @@
 //! Layers' catalogues, which a peer may have to be asked for: on threads of their own, so that one
 //! that does not answer holds up its layer alone.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -17,25 +17,19 @@ const LOADERS_MAX: usize = 4;
 /// Ends of loads, for the streamer's thread.
 pub(super) type Loaded = Arc<Mutex<Vec<(Key, Result<(), TierError>)>>>;
 
-/// Which layers are known. The streamer's thread alone has it.
+/// Catalogues that are asked for. The streamer's thread alone has it.
 #[derive(Default)]
 pub(super) struct Catalogues {
-    known: HashSet<u32>,
     waiting: VecDeque<(Key, Duration)>,
     running: usize,
     loaded: Loaded,
 }
 
 impl Catalogues {
-    /// Whether a layer's catalogue is there; else it is asked for, by the name of one of its
-    /// records and for so long.
-    pub(super) fn has(&mut self, inner: &Arc<Inner>, key: Key, time: Duration) -> bool {
-        if self.known.contains(&key.layer) {
-            return true;
-        }
+    /// Asks for a record's catalogue, for so long.
+    pub(super) fn ask(&mut self, inner: &Arc<Inner>, key: Key, time: Duration) {
         self.waiting.push_back((key, time));
         self.start(inner);
-        false
     }
 
     fn start(&mut self, inner: &Arc<Inner>) {
@@ -62,12 +56,7 @@ impl Catalogues {
     /// What came since the last call.
     pub(super) fn take(&mut self, inner: &Arc<Inner>) -> Vec<(Key, Result<(), TierError>)> {
         let loaded = std::mem::take(&mut *lock(&self.loaded));
-        for (key, result) in &loaded {
-            self.running -= 1;
-            if result.is_ok() {
-                self.known.insert(key.layer);
-            }
-        }
+        self.running -= loaded.len();
         self.start(inner);
         loaded
     }

@@ -157,11 +157,11 @@ impl Flights {
         }
     }
 
-    /// The flight whose turn it is to get a slot of the pool. It stays in its queue until it is
-    /// posted or removed.
-    pub(super) fn front(&self, class: Class) -> Option<Key> {
+    /// The flight whose turn it is to get a slot of the pool, past those whose layer is being asked
+    /// for, but for records that are known. It stays in its queue until it is posted or removed.
+    pub(super) fn front(&self, class: Class, is_known: impl Fn(Key) -> bool) -> Option<Key> {
         let mut queue = self.queues[class as usize].values();
-        let first = queue.find(|key| !self.loading.contains(&key.layer));
+        let first = queue.find(|key| !self.loading.contains(&key.layer) || is_known(**key));
         first.copied()
     }
 
@@ -174,9 +174,12 @@ impl Flights {
     }
 
     /// Those that wait for their place in a slab, in their order.
-    pub(super) fn for_slabs(&self) -> Vec<(Key, SlotId)> {
+    pub(super) fn for_slabs(&self, is_known: impl Fn(Key) -> bool) -> Vec<(Key, SlotId)> {
         let place = |&key: &Key| match self.open.get(&key).map(|f| f.target) {
-            Some(Target::Slab(slot)) if !self.loading.contains(&key.layer) => Some((key, slot)),
+            Some(Target::Slab(slot)) => {
+                let waits = self.loading.contains(&key.layer) && !is_known(key);
+                (!waits).then_some((key, slot))
+            }
             _ => None,
         };
         self.for_slabs.values().filter_map(place).collect()

@@ -160,6 +160,10 @@ impl ExpertTier for Either {
         self.now().find(key, time)
     }
 
+    fn knows(&self, key: Key) -> bool {
+        self.now().knows(key)
+    }
+
     fn arena(&self) -> &Arc<ExpertArena> {
         self.tiers[0].arena()
     }

@@ -315,7 +315,9 @@ impl Worker {
         // Those for other places go past one that cannot go yet, those for the same place do not:
         // the layers of a slab come in their order.
         let mut waited_for = HashSet::new();
-        let for_slabs = lock(&self.inner.flights).for_slabs();
+        let inner = self.inner.clone();
+        let is_known = |key| inner.tier.knows(key);
+        let for_slabs = lock(&inner.flights).for_slabs(is_known);
         for (key, slot) in for_slabs {
             if waited_for.contains(&slot) {
                 continue;
@@ -336,7 +338,7 @@ impl Worker {
                 if class == Class::Prefetch && self.posted_guesses >= guesses_max {
                     break;
                 }
-                let Some(key) = lock(&self.inner.flights).front(class) else {
+                let Some(key) = lock(&inner.flights).front(class, is_known) else {
                     break;
                 };
                 match self.post(key, Target::Pool) {
@@ -361,8 +363,9 @@ impl Worker {
             return Posted::Yes; // given up meanwhile
         };
         let left = until(Instant::now(), deadline);
-        if !self.catalogues.has(&inner, key, left) {
+        if !inner.tier.knows(key) {
             lock(&inner.flights).set_loading(key.layer, true);
+            self.catalogues.ask(&inner, key, left);
             return Posted::Yes; // it is next when its layer is known
         }
         let need = match inner.tier.find(key, left) {

@@ -64,8 +64,8 @@ impl Book {
     /// Takes all of a class out, in their order.
     fn drain(&mut self, class: Class) -> Vec<u32> {
         let mut order = Vec::new();
-        while let Some(key) = self.flights.front(class) {
-            assert_eq!(self.flights.front(class), Some(key), "it stays");
+        while let Some(key) = self.flights.front(class, |_| false) {
+            assert_eq!(self.flights.front(class, |_| false), Some(key), "it stays");
             self.flights.remove(key).expect("an open flight");
             self.check();
             order.push(key.expert);
@@ -198,14 +198,14 @@ fn those_for_slabs_are_in_order_and_in_no_queue_of_the_pool() {
     }
     // More urgent now, and still for its place.
     book.join(2, Class::Demand, None);
-    assert_eq!(book.flights.front(Class::Demand), None);
+    assert_eq!(book.flights.front(Class::Demand, |_| false), None);
     assert_eq!(
-        book.flights.for_slabs(),
+        book.flights.for_slabs(|_| false),
         [(key(4), place(0)), (key(7), place(1)), (key(2), place(0))]
     );
     book.flights.remove(key(4)).unwrap();
     book.check();
-    assert_eq!(book.flights.for_slabs().len(), 2);
+    assert_eq!(book.flights.for_slabs(|_| false).len(), 2);
 }
 
 #[test]
@@ -250,6 +250,6 @@ fn random_walk_keeps_each_flight_in_its_queue() {
         for class in Class::ALL {
             book.drain(class);
         }
-        assert_eq!(book.flights.len(), book.flights.for_slabs().len());
+        assert_eq!(book.flights.len(), book.flights.for_slabs(|_| false).len());
     }
 }
