@@ -501,6 +501,29 @@ fn local_store_takes_over_when_all_peers_die_and_hands_back() {
 }
 
 #[test]
+fn local_store_makes_up_for_what_the_peer_damages() {
+    let parts = Parts::new(Sizes::SMALL);
+    let store = parts.whole.clone();
+    let liar = FakePeer::serving(Script::new(store, |_, request| match request.key.expert {
+        0 => Reply::Error(ErrorCode::NoSuchExpert),
+        1 => Reply::Corrupt,
+        _ => Reply::Right,
+    }));
+    let sources = Sources {
+        local: Some(parts.packed()),
+        ..Sources::of_peers(&liar.addr()).expect("a list")
+    };
+    let arena = arena_for(&parts.records, parts.records.len() as u32);
+    let tier = patient().connect_sources(&sources, arena).expect("a tier");
+    all_right(&tier, &parts);
+    let stats = tier.stats();
+    assert_eq!((stats.failed, stats.takeovers), (0, 0));
+    // No more than what the peer could not bring: two of eight experts.
+    let local = rail(&tier, 1).bytes;
+    assert!(local > 0 && local <= parts.bytes() / 4, "{local}");
+}
+
+#[test]
 fn local_part_makes_up_for_what_peers_lack() {
     let parts = Parts::new(Sizes::TINY);
     let one = serve(parts.packed_shard(1, 2));

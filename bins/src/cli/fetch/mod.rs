@@ -358,6 +358,7 @@ impl<'a> Fetch<'a> {
             verify_failures: stats.verify_failures,
             fallbacks: stats.fallbacks,
             takeovers: stats.takeovers,
+            peers_refused: stats.peers_refused,
             rails: stats.rails,
         }
     }

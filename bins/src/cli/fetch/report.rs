@@ -28,6 +28,7 @@ pub(super) struct Report {
     pub(super) verify_failures: u64,
     pub(super) fallbacks: u64,
     pub(super) takeovers: u64,
+    pub(super) peers_refused: u64,
     pub(super) rails: Vec<RailStats>,
 }
 

@@ -21,7 +21,11 @@ impl Engine {
         let rails = self.rails.len();
         for step in 0..rails {
             let rail = (self.turn + step) % rails;
-            if !self.rails[rail].is_up() || self.is_outranked(rail) {
+            if !self.rails[rail].is_up() {
+                continue;
+            }
+            // One that is outranked may still read what those before it refused.
+            if self.is_outranked(rail) && self.refused_open == 0 {
                 continue;
             }
             if let Some(read) = self.pick(now, rail) {
@@ -101,7 +105,7 @@ impl Engine {
     }
 
     fn pick_queued(&mut self, now: Instant, rail: usize, class: Class, room: u64) -> Option<Read> {
-        if let Some(read) = self.pick_from(now, rail, rail, class, room) {
+        if let Some(read) = self.pick_from(now, (rail, rail), class, room, false) {
             return Some(read);
         }
         let serves = self.rails[rail].serves();
@@ -126,25 +130,28 @@ impl Engine {
             let waits = |d: &usize| {
                 let book = &self.rails[*d];
                 let is_empty = book.queues[class as usize].is_empty();
-                asked & (1 << d) == 0 && !is_empty && may_take(book)
+                let has_work = may_take(book) || self.refused_open > 0;
+                asked & (1 << d) == 0 && !is_empty && has_work
             };
             let donors = (0..self.rails.len()).filter(waits).rev();
             let donor = donors.max_by_key(|&d| self.rails[d].queues[class as usize].len())?;
             asked |= 1 << donor;
-            if let Some(read) = self.pick_from(now, rail, donor, class, room) {
+            let only_refused = !may_take(&self.rails[donor]);
+            if let Some(read) = self.pick_from(now, (rail, donor), class, room, only_refused) {
                 return Some(read);
             }
         }
     }
 
-    /// The next READ of the first record in `donor`'s queue that `rail` can serve.
+    /// The next READ of the first record in `donor`'s queue that `rail` can serve, or of the first
+    /// of those that some rail refused.
     fn pick_from(
         &mut self,
         now: Instant,
-        rail: usize,
-        donor: usize,
+        (rail, donor): (usize, usize),
         class: Class,
         room: u64,
+        only_refused: bool,
     ) -> Option<Read> {
         let guards = self.guards;
         let queue = class as usize;
@@ -166,12 +173,13 @@ impl Engine {
                 true => 0, // begun on another kind of rail
                 false => max.min(remaining),
             };
-            if !may_read(&self.rails, rail, record, guards) || len == 0 {
+            let is_meant = !only_refused || record.refused_by != 0;
+            if !is_meant || !may_read(&self.rails, rail, record, guards) || len == 0 {
                 i += 1;
                 continue;
             }
-            let (content, key) = (record.content, record.key);
-            let len = self.share(now, rail, content, key, class, len)?;
+            let wanted = (record.content, record.key, record.refused_by);
+            let len = self.share(now, rail, wanted, class, len)?;
             if len > room {
                 return None;
             }
@@ -196,8 +204,7 @@ impl Engine {
         &mut self,
         now: Instant,
         rail: usize,
-        content: ContentTag,
-        key: Key,
+        (content, key, refused_by): (ContentTag, Key, u64),
         class: Class,
         len: u64,
     ) -> Option<u64> {
@@ -205,7 +212,8 @@ impl Engine {
         let rank = own.capabilities.rank;
         let helps = |i: &usize| {
             let book = &self.rails[*i];
-            let is_peer = book.capabilities.rank == rank && book.holds(key);
+            let has_it = book.holds(key) && refused_by & 1 << *i == 0;
+            let is_peer = book.capabilities.rank == rank && has_it;
             book.is_up() && book.serves() == Some(content) && is_peer
         };
         let others = (0..self.rails.len()).filter(|i| *i != rail).filter(helps);
@@ -330,22 +338,19 @@ impl Engine {
     }
 }
 
-/// Whether another rail of the same rank works with the record's content, has it, and did not refuse
-/// it.
+/// Whether another rail works with the record's content, has it, and did not refuse it.
 pub(super) fn has_other_reader(rails: &[RailBook], rail: usize, record: &Record) -> bool {
-    let rank = rails[rail].capabilities.rank;
     rails.iter().enumerate().any(|(i, book)| {
         i != rail
             && record.refused_by & 1 << i == 0
             && book.is_up()
-            && book.capabilities.rank == rank
             && book.serves() == Some(record.content)
             && book.holds(record.key)
     })
 }
 
 /// Whether a rail may read for a record: it serves the content, has the record, and no preferred
-/// rail that works does.
+/// rail that works does, unless that refused it.
 fn may_read(rails: &[RailBook], rail: usize, record: &Record, guards: Guards) -> bool {
     let own = &rails[rail];
     if !guards.admit(own.serves(), record.content) || !own.holds(record.key) {
@@ -354,6 +359,6 @@ fn may_read(rails: &[RailBook], rail: usize, record: &Record, guards: Guards) ->
     if record.refused_by & 1 << rail != 0 && has_other_reader(rails, rail, record) {
         return false;
     }
-    let mut before = rails.iter().filter(|b| b.is_partial() && b.precedes(own));
-    !before.any(|b| b.holds(record.key))
+    let mut before = rails.iter().enumerate();
+    !before.any(|(i, b)| b.precedes(own) && b.holds(record.key) && record.refused_by & 1 << i == 0)
 }

@@ -88,6 +88,7 @@ impl Engine {
         }
         let is_verdict = !matches!(error, ReadError::Flushed | ReadError::ContentChanged);
         if is_verdict {
+            self.refused_open += usize::from(record.refused_by == 0);
             record.refused_by |= 1 << rail.0;
         }
         // Another that has the record is asked before it fails.

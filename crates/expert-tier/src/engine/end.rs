@@ -11,6 +11,7 @@ impl Engine {
             .records
             .remove(handle)
             .expect("only open records commit");
+        self.refused_open -= usize::from(record.refused_by != 0);
         let bytes = record.landing.image_bytes() as u64;
         let verified = record.verified && record.layer.checksums.is_some();
         let took = self
@@ -49,6 +50,7 @@ impl Engine {
 
     pub(super) fn fail_record(&mut self, now: Instant, handle: Handle, failure: Failure) {
         if let Some(record) = self.records.remove(handle) {
+            self.refused_open -= usize::from(record.refused_by != 0);
             self.counters.failed += 1;
             self.unposted_bytes[record.class as usize] -= record.landing.remaining() as u64;
             drop(record.retries);

@@ -74,7 +74,7 @@ struct Record {
     in_retry_queue: bool,
     landed_bytes: u64,
     attempts_failed: u32,
-    /// Rails that refused it or brought wrong bytes, as bits: others of their rank go first.
+    /// Rails that refused it or brought wrong bytes, as bits: others go first.
     refused_by: u64,
     /// A rail went down with READs of it posted.
     was_flushed: bool,
@@ -144,6 +144,8 @@ pub struct Engine {
     turn: usize,
     jitter: u64,
     counters: Counters,
+    /// Open records that a rail refused or got wrong.
+    refused_open: usize,
     guards: Guards,
 }
 
@@ -193,6 +195,7 @@ impl Engine {
             turn: 0,
             jitter: jitter_seed,
             counters: Counters::default(),
+            refused_open: 0,
             guards: Guards::ON,
         }
     }

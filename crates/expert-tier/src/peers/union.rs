@@ -56,14 +56,13 @@ impl Union {
         self.tag
     }
 
-    /// The whole as far as somebody has it.
+    /// The whole, each layer with the experts that somebody has: maybe none yet.
     pub(crate) fn info(&self) -> StoreInfo {
         let covered = self.covered(|_| true);
         let mut info = self.whole.clone();
         for layer in &mut info.layers {
             layer.experts = covered.ranges(layer.layer).to_vec();
         }
-        info.layers.retain(|layer| !layer.experts.is_empty());
         info
     }
 

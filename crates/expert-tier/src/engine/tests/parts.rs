@@ -80,12 +80,20 @@ fn what_one_replica_refuses_or_gets_wrong_is_read_from_another() {
             want: 1,
         })
     };
-    for error in [
+    let policies = [Policy::HomeSteal, Policy::ExpertMod, Policy::Split];
+    for (error, policy) in [
         ReadError::Refused("not here".into()),
         ReadError::WrongRecord("another".into()),
         bad(2),
-    ] {
-        let mut bench = bench(&[TAG, TAG]);
+    ]
+    .into_iter()
+    .flat_map(|error| policies.map(|policy| (error.clone(), policy)))
+    {
+        let mut config = config();
+        config.policy = policy;
+        let mut bench = Bench::new(2, config, MEDIUM);
+        bench.event(0, RailEvent::Ready(TAG));
+        bench.event(1, RailEvent::Ready(TAG));
         let experts = [0, 1, 2, 3, 4];
         bench.submit(&experts);
         let mut refused = 0;
@@ -117,6 +125,36 @@ fn what_one_replica_refuses_or_gets_wrong_is_read_from_another() {
     }
     let finished = bench.finished();
     assert!(matches!(finished.records[0], Err(Failure::Refused(_))));
+    bench.assert_no_slot_leaked();
+}
+
+#[test]
+fn less_preferred_rail_reads_just_what_the_preferred_one_refused() {
+    let mut second = caps();
+    second.rank = 1;
+    let mut bench = Bench::with_caps(vec![caps(), second], config(), MEDIUM);
+    bench.event(0, RailEvent::Ready(TAG));
+    bench.event(1, RailEvent::Ready(TAG));
+    let experts = [0, 1, 2, 3];
+    bench.submit(&experts);
+    loop {
+        bench.post_all();
+        assert!(bench.posted[1].iter().all(|r| r.key.expert == 2));
+        if let Some(read) = bench.posted[0].pop() {
+            let result = match read.key.expert {
+                2 => Err(ReadError::Refused("not here".into())),
+                _ => Ok(Landed::default()),
+            };
+            let mut read = read;
+            write_right(&mut read);
+            bench.complete(0, read, result);
+        } else if !bench.posted[1].is_empty() {
+            bench.land(1, 0);
+        } else {
+            break;
+        }
+    }
+    assert_right(&bench.finished(), &experts);
     bench.assert_no_slot_leaked();
 }
 
