@@ -254,6 +254,7 @@ impl TierError {
     pub fn is_retryable(&self) -> bool {
         match self {
             Self::Connect { .. }
+            | Self::Missing { .. }
             | Self::ContentChanged { .. }
             | Self::Unavailable { .. }
             | Self::Deadline { .. }
