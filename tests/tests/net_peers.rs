@@ -16,6 +16,7 @@ use atlas_expert_tests::net::rig::{
 use atlas_expert_tests::net::wait_until;
 use expert_store::info::{Whole, hex128};
 use expert_store::{Key, OpenOptions, Store};
+use expert_tier::rail::RailKind;
 use expert_tier::stats::RailStats;
 use expert_tier::{EngineConfig, ExpertTier, Policy, RdmaTier, Sources, TierBuilder, TierError};
 use expert_wire::message::ErrorCode;
@@ -474,7 +475,8 @@ fn local_store_takes_over_when_all_peers_die_and_hands_back() {
     let tier = patient().connect_sources(&sources, arena).expect("a tier");
     all_right(&tier, &parts);
     assert_eq!(tier.stats().takeovers, 1);
-    assert_eq!(rail(&tier, 1).bytes, parts.bytes());
+    let local = rail(&tier, 1);
+    assert_eq!((local.kind, local.bytes), (RailKind::Uma, parts.bytes()));
 
     let mut peer = Some(serve(parts.whole.clone()));
     way.lead_to(peer.as_ref().expect("a peer").local_addr());

@@ -164,9 +164,9 @@ pub struct TierBuilder {
     pub(crate) allow_missing: bool,
     pub(crate) verbs: Option<VerbsOptions>,
     pub(crate) replan_changed: bool,
-    uma_depth: u32,
-    uma_direct: bool,
-    uma_ring: bool,
+    pub(crate) uma_depth: u32,
+    pub(crate) uma_direct: bool,
+    pub(crate) uma_ring: bool,
 }
 
 impl Default for TierBuilder {

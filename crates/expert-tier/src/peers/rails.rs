@@ -14,8 +14,8 @@ use crate::engine::RAILS_MAX;
 use crate::error::TierError;
 use crate::notify::Notifier;
 use crate::rail::{ContentTag, Rail};
-use crate::rails::local::LocalRail;
 use crate::rails::tcp::{TcpConfig, TcpRail};
+use crate::rails::uma::{UmaConfig, UmaRail};
 use crate::rails::verbs::{
     OwnRail, V1Run, VerbsConfig, VerbsOptions, VerbsRail, find_rails, rails_of_peer,
 };
@@ -88,8 +88,14 @@ impl TierBuilder {
                 true => ranks.min().unwrap_or(LOCAL),
                 false => LOCAL,
             };
-            let (store, threads) = (store.clone(), self.streams);
-            let rail = LocalRail::new(store, content, threads, rank, notifier.clone())
+            let config = UmaConfig {
+                threads: self.streams,
+                depth: self.uma_depth,
+                rank,
+                direct: self.uma_direct,
+                ring: self.uma_ring,
+            };
+            let rail = UmaRail::new(store.clone(), content, &config, notifier.clone())
                 .map_err(no_resources)?;
             all.push(met.len(), Box::new(rail));
         }
