@@ -17,7 +17,10 @@ use clap::Parser;
 use expert_peer::populate::ProgressFn;
 use expert_peer::{Peer, PeerConfig, PeerError, PopulateOptions, Source, Transfer, VerbsOptions};
 use expert_store::info::{StoreKind, hex128};
+use expert_store::token_file;
 use expert_store::{OpenOptions, Store, StoreError};
+use expert_wire::auth::Token;
+use rustix::rand::GetRandomFlags;
 use serde_json::json;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -72,9 +75,16 @@ struct Args {
     /// Address to listen on; may be given several times; port 0 lets the system choose
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:9909")]
     listen: Vec<String>,
-    /// Listen beyond loopback although there is no authentication: whoever reaches the port can read the weights
-    #[arg(long)]
+    /// Listen beyond loopback without a token: whoever reaches the port can read the weights
+    #[arg(long, conflicts_with = "auth_token_file")]
     allow_anonymous: bool,
+    /// Serve only clients that know the token in this file, which must be readable by this user alone: at least 16
+    /// bytes that nobody can guess. v1 clients cannot be served then
+    #[arg(long, value_name = "FILE")]
+    auth_token_file: Option<PathBuf>,
+    /// Make that file where there is none, with 32 random bytes
+    #[arg(long, requires = "auth_token_file")]
+    create_auth_token: bool,
     #[command(flatten)]
     stack: StackArgs,
     #[command(flatten)]
@@ -100,9 +110,22 @@ struct Args {
     /// Connections at once from one address
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     max_connections_per_address: u32,
+    /// Connections at once that have not said who they are; default: half of --max-connections
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    max_handshakes: Option<u32>,
+    /// Bytes of answers under way to one client while another wants some, too, over all its connections, in KiB; one
+    /// answer is always under way
+    #[arg(long, value_name = "KIB", default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..))]
+    client_window_kib: u32,
     /// Time for a client to say what it is
     #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=3600))]
     handshake_timeout: u16,
+    /// Time from the first byte of a request to its last
+    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u16).range(1..=3600))]
+    request_timeout: u16,
+    /// Time between probes of a connection without traffic; three unanswered ones end it
+    #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=3600))]
+    keepalive: u16,
     /// Time without progress after which a client that does not read is hung up
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u16).range(1..=3600))]
     send_timeout: u16,
@@ -137,9 +160,15 @@ struct Args {
     /// for stores below 1 GiB at most a quarter of the memory
     #[arg(long, value_name = "GB", value_parser = parse_gb)]
     reserve_gb: Option<u64>,
-    /// Queue pairs that one client may have on one rail
+    /// Queue pairs that one connection may have on one rail
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=16))]
     qps_per_rail: u8,
+    /// Queue pairs that one address may have, over all its connections and rails
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    qps_per_client: u32,
+    /// READs under way at once on one queue pair, where the device can do more
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u8).range(1..))]
+    read_depth: u8,
     /// Index in the RDMA ports' tables of partition keys
     #[arg(long, value_name = "INDEX", default_value_t = 0)]
     pkey_index: u16,
@@ -163,7 +192,7 @@ Environment: ATLAS_LOG (or RUST_LOG) chooses what is logged to standard error: `
 Exit codes: 0 ended by a signal, 1 failed or bad data, 2 wrong usage.
 
 Examples:
-  atlas-expert-peer --store /models/Qwen3-30B-A3B --listen 192.168.100.2:9909 --allow-anonymous
+  atlas-expert-peer --store /models/Qwen3-30B-A3B --listen 192.168.100.2:9909 --auth-token-file peer.token --create-auth-token
   atlas-expert-peer --store /models/Qwen3-30B-A3B --listen 192.168.100.2:9909 --allow-anonymous --rail mlx5_0 --rail mlx5_1";
 
 /// Gigabytes as bytes.
@@ -239,10 +268,14 @@ fn run(args: &Args) -> anyhow::Result<()> {
     let options = open_options(args, &cancel)?;
     let verbs = verbs(args, &cancel)?;
     expert_peer::raise_open_files_limit();
-    expert_peer::check_listen(&args.listen, args.allow_anonymous)?;
+    // Before anything is made on the disk.
+    let may_be_open = args.allow_anonymous || args.auth_token_file.is_some();
+    expert_peer::check_listen(&args.listen, may_be_open)?;
+    let token = token(args)?;
     let started = open(args, &options).and_then(|store| {
         let mut config = config(args, store.clone(), &cancel);
         config.verbs = verbs;
+        config.auth_token = token;
         let peer = Peer::start(config)?;
         Ok((store, peer))
     });
@@ -277,6 +310,23 @@ fn run(args: &Args) -> anyhow::Result<()> {
         warn!("{e}");
     }
     Ok(())
+}
+
+/// What clients have to know, made first where that was asked for.
+fn token(args: &Args) -> anyhow::Result<Option<Token>> {
+    let Some(path) = &args.auth_token_file else {
+        return Ok(None);
+    };
+    if args.create_auth_token {
+        let mut random = [0; 32];
+        let bytes = rustix::rand::getrandom(&mut random[..], GetRandomFlags::empty())
+            .context("no random numbers from the system")?;
+        anyhow::ensure!(bytes == random.len(), "no random numbers from the system");
+        if token_file::create(path, &random)? {
+            info!("made {}; clients need a copy of it", path.display());
+        }
+    }
+    Ok(Some(token_file::read(path)?))
 }
 
 fn is_interrupt(error: &anyhow::Error) -> bool {
@@ -315,7 +365,12 @@ fn config(args: &Args, store: Arc<Store>, cancel: &Arc<AtomicBool>) -> PeerConfi
     config.allow_anonymous = args.allow_anonymous;
     config.limits.connections_max = args.max_connections as usize;
     config.limits.connections_per_address_max = args.max_connections_per_address as usize;
-    config.limits.handshakes_max = (args.max_connections as usize).div_ceil(2);
+    config.limits.handshakes_max = args
+        .max_handshakes
+        .unwrap_or(args.max_connections.div_ceil(2)) as usize;
+    config.limits.client_bytes_max = u64::from(args.client_window_kib) << 10;
+    config.limits.frame_timeout = Duration::from_secs(args.request_timeout.into());
+    config.limits.keepalive_interval = Duration::from_secs(args.keepalive.into());
     config.limits.handshake_timeout = Duration::from_secs(args.handshake_timeout.into());
     config.limits.send_timeout = Duration::from_secs(args.send_timeout.into());
     config.transfer = args.transfer.into();
@@ -363,6 +418,8 @@ fn verbs(args: &Args, cancel: &Arc<AtomicBool>) -> anyhow::Result<Option<VerbsOp
     options.max_blade_bytes = args.max_blade_gb;
     options.reserve_bytes = args.reserve_gb;
     options.qps_per_rail_max = args.qps_per_rail;
+    options.qps_per_client_max = args.qps_per_client;
+    options.reads_per_qp_max = args.read_depth;
     options.reload_grace = Duration::from_millis(args.reload_grace.into());
     options.pkey_index = args.pkey_index;
     options.threads = args.threads.map_or(0, usize::from);
@@ -409,6 +466,7 @@ fn announce(args: &Args, store: &Store, peer: &Peer) -> anyhow::Result<()> {
                 "regions": rail.regions,
             })).collect::<Vec<_>>(),
             "mapping": stats.mapping,
+            "auth": if args.auth_token_file.is_some() { "token" } else { "none" },
         });
         return output::print(&format!("{line}\n"));
     }
@@ -438,9 +496,20 @@ fn announce(args: &Args, store: &Store, peer: &Peer) -> anyhow::Result<()> {
         true => "rdma",
         false => "rdma-verbs",
     };
+    let token = match &args.auth_token_file {
+        Some(path) => {
+            let name = path.file_name().unwrap_or(path.as_os_str());
+            text.push_str(&format!(
+                "  (after copying {} there, with mode 600)\n",
+                path.display()
+            ));
+            format!(" --auth-token-file {}", name.to_string_lossy())
+        }
+        None => String::new(),
+    };
     for address in reachable {
         text.push_str(&format!(
-            "  atlas-expert fetch --expert-backend {backend} --expert-peer {address}\n"
+            "  atlas-expert fetch --expert-backend {backend} --expert-peer {address}{token}\n"
         ));
     }
     output::print(&text)

@@ -8,9 +8,37 @@ use anyhow::Context;
 use clap::Args;
 use expert_store::build::BuildOptions;
 use expert_store::select::{self, Selection};
+use expert_store::token_file;
 use expert_store::{NameWhole, OpenOptions, Store, WorkOptions};
+use expert_tier::env;
+use expert_wire::auth::Token;
 
 use super::{bar, output, signals};
+
+/// The token of a peer.
+#[derive(Debug, Clone, Args)]
+pub struct TokenArgs {
+    /// File with the peer's token, readable by this user alone; default: ATLAS_EXPERT_TOKEN_FILE
+    #[arg(long, value_name = "FILE")]
+    auth_token_file: Option<PathBuf>,
+}
+
+impl TokenArgs {
+    /// Whether the flag was given.
+    pub fn is_given(&self) -> bool {
+        self.auth_token_file.is_some()
+    }
+
+    /// The token of the flag, or of the environment.
+    ///
+    /// *Errors*: the file cannot be used.
+    pub fn token(&self) -> anyhow::Result<Option<Token>> {
+        Ok(match &self.auth_token_file {
+            Some(path) => Some(token_file::read(path)?),
+            None => env::auth_token()?,
+        })
+    }
+}
 
 /// How to work and how to report.
 #[derive(Debug, Clone, Args)]

@@ -93,21 +93,33 @@ fn admit(shared: &Arc<Shared>, stream: OwnedFd, address: IpAddr) {
         .values()
         .filter(|c| c.address == address)
         .count();
-    let handshaking = connections
-        .values()
-        .filter(|c| c.handshaking.load(Ordering::SeqCst))
-        .count();
+    let (mut handshaking, mut same_handshaking) = (0, 0);
+    for connection in connections.values() {
+        if connection.handshaking.load(Ordering::SeqCst) {
+            handshaking += 1;
+            same_handshaking += usize::from(connection.address == address);
+        }
+    }
+    // So that one address cannot keep all others out.
+    let same_max = limits.handshakes_max - limits.handshakes_max / 4;
     let over = if connections.len() >= limits.connections_max {
-        Some("connections in all")
+        Some((
+            "connections in all",
+            &shared.counters.refused_by_connections,
+        ))
     } else if same_address >= limits.connections_per_address_max {
-        Some("connections from one address")
-    } else if handshaking >= limits.handshakes_max {
-        Some("handshakes at once")
+        Some((
+            "connections from one address",
+            &shared.counters.refused_by_address,
+        ))
+    } else if handshaking >= limits.handshakes_max || same_handshaking >= same_max {
+        Some(("handshakes at once", &shared.counters.refused_by_handshakes))
     } else {
         None
     };
-    if let Some(over) = over {
+    if let Some((over, counter)) = over {
         drop(connections);
+        add(counter, 1);
         return turn_away(shared, &stream, address, over);
     }
     tune(&stream, limits, shared.config.send_buffer_bytes);

@@ -5,6 +5,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
+use expert_wire::auth::Token;
+
 use crate::{PopulateOptions, Source, VerbsOptions};
 
 /// Bounds on what clients can take from a peer.
@@ -17,8 +19,12 @@ pub struct Limits {
     /// Connections at once from one address. Default 128: one client with all its 64 streams, twice.
     pub connections_per_address_max: usize,
     /// Connections at once whose handshake is not done. Default 128: silent strangers can hold
-    /// half of the connections, for [`Self::handshake_timeout`] each.
+    /// half of the connections, for [`Self::handshake_timeout`] each. One address gets three quarters of
+    /// them at most.
     pub handshakes_max: usize,
+    /// Bytes of answers under way to one client, over all its connections, as long as another client
+    /// wants some, too; one answer at least. Default 8 MiB: eight READs of default size.
+    pub client_bytes_max: u64,
     /// From accept to the end of the handshake. Default 5 s.
     pub handshake_timeout: Duration,
     /// From the first byte of a request to its last, after the handshake. Default 10 s.
@@ -37,6 +43,7 @@ impl Default for Limits {
             connections_max: 256,
             connections_per_address_max: 128,
             handshakes_max: 128,
+            client_bytes_max: 8 << 20,
             handshake_timeout: Duration::from_secs(5),
             frame_timeout: Duration::from_secs(10),
             send_timeout: Duration::from_secs(30),
@@ -89,6 +96,9 @@ pub struct PeerConfig {
     pub restat_interval: Duration,
     /// Whether an address that is not a loopback one may be listened on. Default no.
     pub allow_anonymous: bool,
+    /// What clients have to know: they get nothing about the store before they have proven that they
+    /// do, and v1 clients nothing at all. With it any address may be listened on. Default none.
+    pub auth_token: Option<Token>,
     /// Read the store into the page cache before listening. Default no.
     pub populate: Option<PopulateOptions>,
     /// Offer the store over verbs, too. Default no.
@@ -108,6 +118,7 @@ impl PeerConfig {
             limits: Limits::default(),
             restat_interval: Duration::from_secs(1),
             allow_anonymous: false,
+            auth_token: None,
             populate: None,
             verbs: None,
             transfer: Transfer::default(),
@@ -123,6 +134,7 @@ impl fmt::Debug for PeerConfig {
             .field("limits", &self.limits)
             .field("restat_interval", &self.restat_interval)
             .field("allow_anonymous", &self.allow_anonymous)
+            .field("auth_token", &self.auth_token)
             .field("populate", &self.populate)
             .field("verbs", &self.verbs)
             .field("transfer", &self.transfer)

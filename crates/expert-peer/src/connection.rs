@@ -1,5 +1,6 @@
 //! One connection: its thread, from greeting to close.
 
+mod close;
 mod rails;
 
 use std::io;
@@ -7,12 +8,15 @@ use std::net::IpAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use expert_wire::auth::NONCE_BYTES;
 use expert_wire::frame::{FrameHeader, FrameKind};
 use expert_wire::message::{ErrorCode, ReadRequest};
 use expert_wire::server::{CloseReason, Event, ServerSession};
 use expert_wire::{Key, limits, v1};
+use rand::TryRng;
+use rand::rngs::SysRng;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, Shutdown};
@@ -23,6 +27,7 @@ use crate::epoch::{self, Epoch};
 use crate::net::{self, Wake, wait};
 use crate::peer::Shared;
 use crate::send::{Answer, SendError, Sender};
+use crate::shares::Share;
 use crate::stats::add;
 use crate::{FilePiece, SourceError};
 
@@ -31,11 +36,6 @@ use rails::Rails;
 /// Queued answers are sent when there are this many bytes, so that a client that pipelines large
 /// questions does not make the peer hold all their answers.
 const OUTPUT_BYTES: usize = 64 << 10;
-/// After an error frame the client's unread bytes are read for at most this long: closing on them
-/// would reset the connection and could take the error frame with it.
-const LINGER: Duration = Duration::from_millis(500);
-/// ... and at most this many.
-const LINGER_MAX_BYTES: usize = 1 << 20;
 
 /// What other threads may touch of a connection.
 pub(crate) struct Connection {
@@ -88,10 +88,14 @@ enum End {
 pub(crate) fn serve(shared: &Shared, connection: &Connection) {
     let limits = &shared.config.limits;
     let epoch = shared.epoch();
+    let session = match session(shared, &epoch) {
+        Ok(session) => session,
+        Err(e) => return warn!("{}: no random numbers: {e}: closed", connection.address),
+    };
     let mut driver = Driver {
         shared,
         connection,
-        session: session(&epoch),
+        session,
         sender: Sender::new(
             &connection.stream,
             limits.send_timeout,
@@ -99,6 +103,7 @@ pub(crate) fn serve(shared: &Shared, connection: &Connection) {
                 .config
                 .transfer
                 .resolve(connection.address, net::own_address(&connection.stream)),
+            Share::new(&shared.shares, connection.address),
         ),
         greeted: epoch.number,
         epoch,
@@ -111,7 +116,15 @@ pub(crate) fn serve(shared: &Shared, connection: &Connection) {
     };
     let Err(end) = driver.run();
     let address = connection.address;
+    let left_early = driver.session.awaits_proof();
     match &end {
+        End::Refused(reason) if reason.code() == ErrorCode::Unauthorized => {
+            unauthorized(shared, address, &end);
+        }
+        End::Eof | End::Torn | End::Gone(_) if left_early => {
+            let why = "the client hung up when it was asked to prove that it knows the token";
+            unauthorized(shared, address, &why);
+        }
         End::Done | End::Eof | End::Stopping => debug!("{address}: {end}"),
         End::Timeout(_) => {
             add(&shared.counters.timed_out, 1);
@@ -134,12 +147,25 @@ pub(crate) fn serve(shared: &Shared, connection: &Connection) {
     driver.close(&end);
 }
 
-fn session(epoch: &Epoch) -> ServerSession {
+/// Counts a client without the token, and says so now and then: anyone can provoke this.
+fn unauthorized(shared: &Shared, address: IpAddr, why: &dyn std::fmt::Display) {
+    add(&shared.counters.auth_refused, 1);
+    if shared.auth_log.allows() {
+        warn!("{address}: unauthorized: {why}: closed");
+    }
+}
+
+fn session(shared: &Shared, epoch: &Epoch) -> Result<ServerSession, rand::rngs::SysError> {
+    if let Some(token) = &shared.config.auth_token {
+        let mut nonce = [0; NONCE_BYTES];
+        SysRng.try_fill_bytes(&mut nonce)?;
+        return Ok(ServerSession::with_token(shared.instance_id, token, nonce));
+    }
     let mut session = ServerSession::new(&epoch.greeting);
     if epoch.serves_v1_verbs {
         session.serve_v1_verbs();
     }
-    session
+    Ok(session)
 }
 
 struct Driver<'a> {
@@ -209,6 +235,7 @@ impl Driver<'_> {
                     "{}: {:?} connection of client {:016x}",
                     self.connection.address, hello.role, hello.client_id
                 );
+                self.sender.identify(hello.client_id);
                 let welcome = self.epoch.welcome;
                 self.session.accept(&welcome);
                 self.handshake_done();
@@ -243,10 +270,7 @@ impl Driver<'_> {
             }
             Event::Closed(reason) => {
                 if self.session.is_v2() {
-                    self.shared.counters.error(match reason {
-                        CloseReason::Version { .. } => ErrorCode::UnsupportedVersion,
-                        _ => ErrorCode::BadFrame,
-                    });
+                    self.shared.counters.error(reason.code());
                 }
                 return Err(End::Refused(reason));
             }
@@ -278,8 +302,13 @@ impl Driver<'_> {
             id,
         };
         self.session.output().extend_from_slice(&header.encode());
-        self.flush_before(!payload.is_empty())?;
-        self.sent(self.sender.bytes(&payload, false, None))
+        let begun = self.sender.begin(u64::from(header.payload_bytes));
+        self.sent(begun)?;
+        let outcome = self
+            .flush_before(!payload.is_empty())
+            .and_then(|()| self.sent(self.sender.bytes(&payload, false, None)));
+        self.sender.end();
+        outcome
     }
 
     fn read(&mut self, id: u64, request: &ReadRequest) -> Result<(), End> {
@@ -375,6 +404,8 @@ impl Driver<'_> {
         bytes: u64,
         guarded: bool,
     ) -> Result<Result<(), SourceError>, End> {
+        let begun = self.sender.begin(bytes);
+        self.sent(begun)?;
         self.head.clear();
         self.head.append(self.session.output());
         self.head.extend_from_slice(header);
@@ -387,6 +418,7 @@ impl Driver<'_> {
             check: &|| self.files.iter().find(changed).map_or(Ok(()), |f| Err(*f)),
             guarded,
         });
+        self.sender.end();
         if outcome.is_ok() {
             add(&counters.payload_bytes, bytes);
         }
@@ -511,41 +543,6 @@ impl Driver<'_> {
             self.shared.counters.error(code);
         }
         self.session.refuse(code, message);
-    }
-
-    /// Sends what the session still has to say, and closes so that it can arrive.
-    fn close(&mut self, end: &End) {
-        let last_words = match end {
-            End::Refused(_) | End::Timeout(_) | End::Stopping | End::Done => {
-                // A stalled client gets no second time-out: what does not fit now is lost.
-                let output = std::mem::take(self.session.output());
-                let now = Some(Instant::now() + LINGER);
-                !output.is_empty() && self.sender.bytes(&output, false, now).is_ok()
-            }
-            _ => false,
-        };
-        if !last_words {
-            return;
-        }
-        let stream = self.connection.stream.as_fd();
-        let _ = rustix::net::shutdown(stream, Shutdown::Write);
-        let deadline = Instant::now() + LINGER;
-        let mut scrap = [0u8; 4096];
-        let mut left = LINGER_MAX_BYTES;
-        while left > 0 {
-            match rustix::net::recv(stream, &mut scrap[..], RecvFlags::DONTWAIT) {
-                Ok((_, 0)) => return,
-                Ok((_, n)) => left = left.saturating_sub(n),
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => {
-                    let mut fds = [PollFd::from_borrowed_fd(stream, PollFlags::IN)];
-                    if !wait(&mut fds, Some(deadline)).unwrap_or(false) {
-                        return;
-                    }
-                }
-                Err(_) => return,
-            }
-        }
     }
 }
 

@@ -23,7 +23,8 @@ pub enum PeerError {
     /// An address that strangers can reach, without authentication.
     #[error(
         "refusing to listen on {address}: whoever reaches it can read the weights, as there is no \
-         authentication; listen on 127.0.0.1, or pass --allow-anonymous on a network that you trust"
+         authentication; pass --auth-token-file FILE (--create-auth-token makes one), listen on \
+         127.0.0.1, or pass --allow-anonymous on a network that you trust"
     )]
     Anonymous {
         /// The address.

@@ -8,7 +8,7 @@
 //! Not here: the protocol (`expert_wire::server`), the store's formats (`expert_store`), the client.
 //!
 //! *Threads*: one acceptor, one watcher of the store's files, and one per connection, all bounded
-//! by [`Limits`]. Each wait ends at a deadline or at a wake-up, so that [`Peer::shutdown`] is
+//! by [`Limits`]. Connections send in turns, by clients and bytes (`shares`). Each wait ends at a deadline or at a wake-up, so that [`Peer::shutdown`] is
 //! bounded from any state; dropping a [`Peer`] shuts it down. One-sided READs need no thread.
 //!
 //! *Invariant*: an answer has exactly the bytes of the store that the client planned with, or the
@@ -34,6 +34,7 @@ mod peer;
 pub mod populate;
 mod reload;
 mod send;
+mod shares;
 mod source;
 mod stats;
 mod store;

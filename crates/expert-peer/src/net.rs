@@ -59,7 +59,7 @@ pub(crate) fn wait(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Res
 /// The addresses that `listen` stands for.
 pub(crate) fn resolve(
     listen: &[String],
-    allow_anonymous: bool,
+    allow_open: bool,
 ) -> Result<Vec<Vec<SocketAddr>>, PeerError> {
     if listen.is_empty() {
         return Err(PeerError::Address {
@@ -84,7 +84,7 @@ pub(crate) fn resolve(
             }
             let open = |a: &&SocketAddr| !a.ip().to_canonical().is_loopback();
             match found.iter().find(open) {
-                Some(&address) if !allow_anonymous => Err(PeerError::Anonymous { address }),
+                Some(&address) if !allow_open => Err(PeerError::Anonymous { address }),
                 _ => Ok(found),
             }
         })
@@ -190,9 +190,11 @@ pub(crate) fn tune(stream: impl AsFd, limits: &Limits, send_buffer_bytes: Option
 
 /// Says at once what would keep a peer from listening, before a store is opened at length.
 ///
+/// `allow_open` is whether addresses beyond loopback are allowed: consent, or a token.
+///
 /// *Errors*: as [`crate::Peer::start`] for the same addresses.
-pub fn check_listen(listen: &[String], allow_anonymous: bool) -> Result<(), PeerError> {
-    bind(&resolve(listen, allow_anonymous)?).map(drop)
+pub fn check_listen(listen: &[String], allow_open: bool) -> Result<(), PeerError> {
+    bind(&resolve(listen, allow_open)?).map(drop)
 }
 
 /// Raises the soft limit on open files to the hard one, and gives back what it is then.

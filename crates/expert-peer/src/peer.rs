@@ -13,6 +13,7 @@ use tracing::{debug, warn};
 use crate::connection::Connection;
 use crate::epoch::Epoch;
 use crate::net::{self, Wake};
+use crate::shares::Shares;
 use crate::stats::Counters;
 use crate::verbs::{Served, Verbs};
 use crate::{PeerConfig, PeerError, PeerStats, VerbsOptions, accept, populate, watch};
@@ -41,6 +42,8 @@ pub(crate) struct Shared {
     pub(crate) busy_log: LogRate,
     pub(crate) refusal_log: LogRate,
     pub(crate) report_log: LogRate,
+    pub(crate) auth_log: LogRate,
+    pub(crate) shares: Shares,
     /// Notified, under the lock of `connections`, when a thread has ended.
     pub(crate) ended: Condvar,
     connections: Mutex<HashMap<u64, Arc<Connection>>>,
@@ -58,7 +61,7 @@ impl Peer {
     /// Binds, reads the store into memory and registers it where that is asked for, and serves.
     ///
     /// *Errors*: [`PeerError::Anonymous`] for an address beyond loopback without
-    /// `allow_anonymous`, [`PeerError::Listen`] (for a port in use: stop who has it, or choose
+    /// `allow_anonymous` or a token, [`PeerError::Listen`] (for a port in use: stop who has it, or choose
     /// another), [`PeerError::Interrupted`] when the population was cancelled. Where verbs are
     /// required, also what keeps them from being served: [`PeerError::Rdma`], [`PeerError::Rails`],
     /// [`PeerError::Publish`], [`PeerError::BladeTooLarge`], [`PeerError::MemoryShort`].
@@ -71,7 +74,8 @@ impl Peer {
         config: PeerConfig,
         rails: impl FnOnce(&VerbsOptions) -> Result<Option<Verbs>, PeerError>,
     ) -> Result<Self, PeerError> {
-        let names = net::resolve(&config.listen, config.allow_anonymous)?;
+        let open = config.allow_anonymous || config.auth_token.is_some();
+        let names = net::resolve(&config.listen, open)?;
         // Bound before the long part, so that a port in use shows at once.
         let bound = net::bind(&names)?;
         let instance_id = rand::random();
@@ -118,6 +122,8 @@ impl Peer {
             busy_log: LogRate::default(),
             refusal_log: LogRate::default(),
             report_log: LogRate::default(),
+            auth_log: LogRate::default(),
+            shares: Shares::new(config.limits.client_bytes_max),
             ended: Condvar::new(),
             connections: Mutex::new(HashMap::new()),
             service_threads: AtomicU32::new(0),
@@ -172,6 +178,7 @@ impl Peer {
     pub fn stats(&self) -> PeerStats {
         let active = self.shared.connections().len() as u64;
         let mut stats = self.shared.counters.snapshot(active);
+        stats.turns_waited = self.shared.shares.waited();
         if let Some(verbs) = &self.shared.verbs {
             let served = self.shared.epoch().served();
             stats.rails = verbs.stats(served.as_deref());

@@ -11,6 +11,7 @@ use rustix::io::Errno;
 use rustix::net::SendFlags;
 
 use crate::net::wait;
+use crate::shares::{NoTurn, Share};
 use crate::{FilePiece, Source, Transfer};
 
 /// Pieces up to this size are read and sent together with what surrounds them: below it the
@@ -20,8 +21,6 @@ const SMALL_MAX_BYTES: u64 = 16 << 10;
 const GATHER_BYTES: usize = 64 << 10;
 /// ... and this many where all bytes are copied: fits into the cache of a processor.
 const COPY_BYTES: usize = 256 << 10;
-/// Most bytes of one `sendfile`; the kernel's own limit is just below 2 GiB.
-const SENDFILE_MAX_BYTES: u64 = 1 << 30;
 /// What `sendfile` leaves of an answer: these bytes go out after the last look at the files, so
 /// that the answer can be broken off until then.
 const TAIL_BYTES: u64 = 4 << 10;
@@ -65,6 +64,8 @@ pub(crate) struct Sender<'a> {
     /// Longest time without progress.
     stall: Duration,
     transfer: Transfer,
+    /// Its turns: each byte goes out in one.
+    share: Share<'a>,
     /// The first `filled` bytes wait to be sent; the rest is there to be filled again.
     buffer: Vec<u8>,
     filled: usize,
@@ -72,11 +73,17 @@ pub(crate) struct Sender<'a> {
 }
 
 impl<'a> Sender<'a> {
-    pub(crate) fn new(stream: &'a impl AsFd, stall: Duration, transfer: Transfer) -> Self {
+    pub(crate) fn new(
+        stream: &'a impl AsFd,
+        stall: Duration,
+        transfer: Transfer,
+        share: Share<'a>,
+    ) -> Self {
         Self {
             stream: stream.as_fd(),
             stall,
             transfer,
+            share,
             buffer: Vec::new(),
             filled: 0,
             started: false,
@@ -88,19 +95,52 @@ impl<'a> Sender<'a> {
         self.started
     }
 
+    /// The client has said who it is.
+    pub(crate) fn identify(&self, client_id: u64) {
+        self.share.identify(client_id);
+    }
+
+    /// Begins an answer of that many bytes; the caller calls [`Self::end`] however it ends.
+    pub(crate) fn begin(&self, bytes: u64) -> Result<(), SendError> {
+        let deadline = Instant::now() + self.stall;
+        self.share.begin(bytes, deadline).map_err(stalled)
+    }
+
+    /// The answer is over: others have their turn.
+    pub(crate) fn end(&self) {
+        self.share.end();
+    }
+
     /// Sends bytes; `more` says that others follow at once. `deadline` ends it beside the stall
     /// time-out.
     pub(crate) fn bytes(
         &self,
-        mut bytes: &[u8],
+        bytes: &[u8],
         more: bool,
         deadline: Option<Instant>,
     ) -> Result<(), SendError> {
         let mut flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         flags.set(SendFlags::MORE, more);
+        let outcome = self.bytes_in_turns(bytes, flags, deadline);
+        if !self.share.is_answering() {
+            self.share.end();
+        }
+        outcome
+    }
+
+    fn bytes_in_turns(
+        &self,
+        mut bytes: &[u8],
+        flags: SendFlags,
+        deadline: Option<Instant>,
+    ) -> Result<(), SendError> {
         while !bytes.is_empty() {
+            self.turn(deadline)?;
             match rustix::net::send(self.stream, bytes, flags) {
-                Ok(n) => bytes = &bytes[n..],
+                Ok(n) => {
+                    self.share.sent(n as u64);
+                    bytes = &bytes[n..];
+                }
                 Err(Errno::AGAIN) => self.wait_for_room(deadline)?,
                 Err(Errno::INTR) => {}
                 Err(e) => return Err(SendError::Gone(e.into())),
@@ -218,13 +258,17 @@ impl<'a> Sender<'a> {
     ) -> Result<u64, SendError> {
         let mut sent = 0;
         while sent < bytes {
-            let count = (bytes - sent).min(SENDFILE_MAX_BYTES) as usize;
+            self.turn(None)?;
+            let count = (bytes - sent).min(self.share.left()) as usize;
             let at = offset + sent;
             // The kernel moves the offset; what it reports as sent is what counts.
             let mut position = at;
             match rustix::fs::sendfile(self.stream, handle, Some(&mut position), count) {
                 Ok(0) => return Err(SendError::Truncated { file, offset: at }),
-                Ok(n) => sent += n as u64,
+                Ok(n) => {
+                    self.share.sent(n as u64);
+                    sent += n as u64;
+                }
                 Err(Errno::AGAIN) => self.wait_for_room(None)?,
                 Err(Errno::INTR) => {}
                 Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
@@ -249,9 +293,19 @@ impl<'a> Sender<'a> {
         Ok(sent)
     }
 
-    fn wait_for_room(&self, deadline: Option<Instant>) -> Result<(), SendError> {
+    fn turn(&self, deadline: Option<Instant>) -> Result<(), SendError> {
+        let limit = || self.limit(deadline);
+        self.share.turn(limit).map_err(stalled)
+    }
+
+    fn limit(&self, deadline: Option<Instant>) -> Instant {
         let stalled = Instant::now() + self.stall;
-        let deadline = deadline.map_or(stalled, |d| d.min(stalled));
+        deadline.map_or(stalled, |d| d.min(stalled))
+    }
+
+    fn wait_for_room(&self, deadline: Option<Instant>) -> Result<(), SendError> {
+        self.share.pause();
+        let deadline = self.limit(deadline);
         let mut fds = [PollFd::from_borrowed_fd(self.stream, PollFlags::OUT)];
         match wait(&mut fds, Some(deadline)) {
             Ok(true) => Ok(()),
@@ -259,6 +313,10 @@ impl<'a> Sender<'a> {
             Err(e) => Err(SendError::Gone(e)),
         }
     }
+}
+
+fn stalled(_: NoTurn) -> SendError {
+    SendError::Stalled
 }
 
 fn read_exact(file: u32, handle: &File, offset: u64, into: &mut [u8]) -> Result<(), SendError> {

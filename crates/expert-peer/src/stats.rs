@@ -31,6 +31,18 @@ pub struct PeerStats {
     pub connections_accepted: u64,
     /// Connections that were turned away because of a limit.
     pub connections_refused: u64,
+    /// ... because of all connections there were already.
+    pub refused_by_connections: u64,
+    /// ... because of those from the same address.
+    pub refused_by_address: u64,
+    /// ... because of those whose handshake was not done.
+    pub refused_by_handshakes: u64,
+    /// Clients that did not prove that they know the token: another one, none, or v1.
+    pub auth_refused: u64,
+    /// Rails that were not opened because their client had too many queue pairs.
+    pub qps_refused: u64,
+    /// Turns to send that had to be waited for: more wanted to send than there are processors.
+    pub turns_waited: u64,
     /// Connections now.
     pub connections_active: u64,
     /// Connections that ended because a deadline passed (handshake, half a frame, stalled send).
@@ -59,6 +71,11 @@ pub struct PeerStats {
 pub(crate) struct Counters {
     pub(crate) accepted: AtomicU64,
     pub(crate) refused: AtomicU64,
+    pub(crate) refused_by_connections: AtomicU64,
+    pub(crate) refused_by_address: AtomicU64,
+    pub(crate) refused_by_handshakes: AtomicU64,
+    pub(crate) auth_refused: AtomicU64,
+    pub(crate) qps_refused: AtomicU64,
     pub(crate) timed_out: AtomicU64,
     pub(crate) requests: AtomicU64,
     pub(crate) payload_bytes: AtomicU64,
@@ -81,6 +98,12 @@ impl Counters {
         PeerStats {
             connections_accepted: load(&self.accepted),
             connections_refused: load(&self.refused),
+            refused_by_connections: load(&self.refused_by_connections),
+            refused_by_address: load(&self.refused_by_address),
+            refused_by_handshakes: load(&self.refused_by_handshakes),
+            auth_refused: load(&self.auth_refused),
+            qps_refused: load(&self.qps_refused),
+            turns_waited: 0,
             connections_active: active,
             connections_timed_out: load(&self.timed_out),
             requests: load(&self.requests),

@@ -6,7 +6,7 @@
 //!   safetensors and GGUF headers, [`codec`] carries it over disk and wire.
 //! * [`index()`], [`pack()`] and [`pack_v1`] build stores; [`verify()`], [`unpack()`], [`extract()`] and
 //!   [`payload_digest`] read them as a whole. All go through the loop in [`work`].
-//! * [`synth()`] makes checkpoints to try things on.
+//! * [`synth()`] makes checkpoints to try things on; [`token_file`] reads and makes the files of tokens.
 //! * `docs/store.md` describes the files for people who write another implementation.
 //!
 //! Not here: networks, pinned memory, mappings. Files are read with `pread` only, so a file that
@@ -44,6 +44,7 @@ pub mod stamp;
 pub mod store;
 mod subset;
 pub mod synth;
+pub mod token_file;
 pub mod unpack;
 pub mod v1;
 pub mod verify;

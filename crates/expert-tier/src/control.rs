@@ -5,6 +5,7 @@ use std::net::TcpStream;
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use expert_wire::auth::Token;
 use expert_wire::client::{Outcome, Protocol};
 use expert_wire::frame::{self, FrameHeader, FrameKind};
 use expert_wire::limits;
@@ -23,6 +24,7 @@ const STRAY_FRAMES_MAX: u32 = 64;
 pub(crate) struct Control {
     addr: String,
     client_id: u64,
+    token: Option<Token>,
     connect_timeout: Duration,
     connection: Mutex<Option<Connection>>,
 }
@@ -35,10 +37,16 @@ pub(crate) struct Connection {
 }
 
 impl Control {
-    pub(crate) fn new(addr: &str, client_id: u64, connect_timeout: Duration) -> Self {
+    pub(crate) fn new(
+        addr: &str,
+        client_id: u64,
+        token: Option<Token>,
+        connect_timeout: Duration,
+    ) -> Self {
         Self {
             addr: addr.to_owned(),
             client_id,
+            token,
             connect_timeout,
             connection: Mutex::new(None),
         }
@@ -56,8 +64,7 @@ impl Control {
     /// Who the peer is now, and which protocol it speaks.
     pub(crate) fn hello(&self, protocol: Protocol, limit: Instant) -> Result<Outcome, TierError> {
         let limit = limit.min(later(Instant::now(), self.connect_timeout));
-        let (stream, outcome) =
-            socket::connect(&self.addr, self.client_id, Role::Control, protocol, limit)?;
+        let (stream, outcome) = self.connect(protocol, limit)?;
         if let Outcome::V2(welcome) = outcome {
             self.keep(Connection {
                 stream,
@@ -92,13 +99,7 @@ impl Control {
             }
         }
         let connect_limit = limit.min(later(Instant::now(), self.connect_timeout));
-        let (stream, outcome) = socket::connect(
-            &self.addr,
-            self.client_id,
-            Role::Control,
-            Protocol::V2,
-            connect_limit,
-        )?;
+        let (stream, outcome) = self.connect(Protocol::V2, connect_limit)?;
         let Outcome::V2(welcome) = outcome else {
             unreachable!("the handshake was told to insist on v2")
         };
@@ -118,6 +119,21 @@ impl Control {
                 why,
             }),
         }
+    }
+
+    fn connect(
+        &self,
+        protocol: Protocol,
+        limit: Instant,
+    ) -> Result<(TcpStream, Outcome), TierError> {
+        socket::connect(
+            &self.addr,
+            self.client_id,
+            Role::Control,
+            protocol,
+            self.token.as_ref(),
+            limit,
+        )
     }
 
     fn slot(&self) -> MutexGuard<'_, Option<Connection>> {

@@ -8,6 +8,8 @@ use std::env;
 use atlas_rdma::attributes::Mtu;
 use atlas_rdma::choose::parse_rails;
 use expert_store::info::parse_hex128;
+use expert_store::token_file;
+use expert_wire::auth::Token;
 
 use crate::error::TierError;
 use crate::peers::Sources;
@@ -25,6 +27,17 @@ pub fn peer() -> Result<Option<String>, TierError> {
     };
     Sources::of_peers(&value).map_err(|e| bad("ATLAS_EXPERT_PEER", &value, &e.to_string()))?;
     Ok(Some(value))
+}
+
+/// `ATLAS_EXPERT_TOKEN_FILE`: the token, from the file of that name.
+pub fn auth_token() -> Result<Option<Token>, TierError> {
+    text("ATLAS_EXPERT_TOKEN_FILE")?
+        .map(|path| {
+            token_file::read(path.as_ref()).map_err(|e| {
+                TierError::Config(format!("environment variable ATLAS_EXPERT_TOKEN_FILE: {e}"))
+            })
+        })
+        .transpose()
 }
 
 /// `ATLAS_EXPERT_CONTENT_ID`: the model to insist on, 32 hexadecimal digits.

@@ -9,6 +9,7 @@ use expert_arena::{ArenaBuilder, ExpertArena, SlotId};
 use expert_store::Layer;
 use expert_store::info::{StoreInfo, hex128};
 use expert_wire::Key;
+use expert_wire::auth::Token;
 use expert_wire::client::Protocol;
 
 use crate::config::{Class, Deadline, EngineConfig, Verify};
@@ -167,6 +168,7 @@ pub struct TierBuilder {
     pub(crate) uma_depth: u32,
     pub(crate) uma_direct: bool,
     pub(crate) uma_ring: bool,
+    pub(crate) auth_token: Option<Token>,
 }
 
 impl Default for TierBuilder {
@@ -181,6 +183,7 @@ impl Default for TierBuilder {
             protocol: Protocol::Best,
             expect_content_id: None,
             replan_changed: false,
+            auth_token: None,
             connect_timeout: Duration::from_secs(5),
             // TCP repeats a lost segment after 200 ms at the earliest, and again after 400: only
             // a pause beyond both says that the path is dead. (A queue pair is judged at 200 ms.)
@@ -253,6 +256,13 @@ impl TierBuilder {
     /// that has it joins. Default: refuse, and say which they are.
     pub fn allow_missing(mut self, allow: bool) -> Self {
         self.allow_missing = allow;
+        self
+    }
+
+    /// The token that the peer was started with: every connection proves that it knows it, and
+    /// refuses a peer that does not; default none. v1 peers cannot be used with one.
+    pub fn auth_token(mut self, token: Option<Token>) -> Self {
+        self.auth_token = token;
         self
     }
 
@@ -364,7 +374,8 @@ impl RdmaTier {
     /// Connects with defaults and an arena of its own: `num_slabs` slabs of `slots_per_slab` slots,
     /// each with room for the largest record of the peer.
     ///
-    /// `use_verbs` takes the rails that the environment names ([`crate::env::verbs`]).
+    /// `use_verbs` takes the rails that the environment names ([`crate::env::verbs`]), and the token
+    /// comes from the file that it names, if any ([`crate::env::auth_token`]).
     ///
     /// *Errors*: as [`TierBuilder::connect`]; the arena's.
     pub fn connect(
@@ -373,7 +384,7 @@ impl RdmaTier {
         slots_per_slab: u32,
         use_verbs: bool,
     ) -> Result<Self, TierError> {
-        let mut builder = TierBuilder::new();
+        let mut builder = TierBuilder::new().auth_token(crate::env::auth_token()?);
         if use_verbs {
             builder = builder.verbs(crate::env::verbs()?);
         }

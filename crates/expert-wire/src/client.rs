@@ -3,6 +3,7 @@
 //! ```text
 //! Length ─► Greeting ─► v1 chosen ─────────────────────────► Done(V1)
 //!                    └► ServerHello ─► Welcome ─────────────► Done(V2)
+//! with a token:         ServerHello ─► AuthChallenge ─► AuthProof ─► Welcome ─► Done(V2)
 //! ```
 //!
 //! The caller reads exactly [`Handshake::wants`] bytes and hands them over, so that no byte of what
@@ -10,6 +11,10 @@
 
 use thiserror::Error;
 
+use crate::auth::{
+    self, AuthChallenge, AuthProof, AuthResponse, METHOD_TOKEN, NONCE_BYTES, Side, Token,
+    Transcript,
+};
 use crate::frame::{self, FrameHeader, FrameKind};
 use crate::message::{self, ClientHello, ErrorFrame, Role, ServerHello, Welcome};
 use crate::v1::{self, Greeting, Manifest};
@@ -54,6 +59,24 @@ pub enum HandshakeError {
     /// The peer wants what this client does not offer.
     #[error("{0}")]
     Unsupported(String),
+    /// The peer wants a token, and there is none.
+    #[error(
+        "peer wants a token and this client has none; give it the peer's token file with --auth-token-file FILE or ATLAS_EXPERT_TOKEN_FILE"
+    )]
+    TokenNeeded,
+    /// There is a token, and the peer wants none: it is another one, or somebody in between.
+    #[error(
+        "peer does not authenticate itself, and a token was given: it is not the peer that was meant, or was started without --auth-token-file; nothing was fetched"
+    )]
+    ServerDoesNotAuthenticate,
+    /// The peer's proof is wrong.
+    #[error(
+        "the other side does not know the token: it is not the peer that was meant, or the two token files differ; nothing was fetched"
+    )]
+    NotThePeer,
+    /// A token was given, and v1 insisted on.
+    #[error("v1 has no authentication; use v2, or no token")]
+    V1HasNoToken,
 }
 
 impl HandshakeError {
@@ -76,12 +99,20 @@ enum State {
     Done,
 }
 
+/// What a client with a token remembers of the handshake.
+#[derive(Debug)]
+struct Auth {
+    token: Token,
+    transcript: Transcript,
+}
+
 /// A handshake in progress.
 #[derive(Debug)]
 pub struct Handshake {
     state: State,
     protocol: Protocol,
     hello: ClientHello,
+    auth: Option<Box<Auth>>,
     transmit: Vec<u8>,
 }
 
@@ -97,8 +128,24 @@ impl Handshake {
                 client_id,
                 role,
             },
+            auth: None,
             transmit: Vec::new(),
         }
+    }
+
+    /// Proves that it knows the token, and insists that the peer does; `nonce` is random and was
+    /// never used before.
+    pub fn with_token(mut self, token: &Token, nonce: [u8; NONCE_BYTES]) -> Self {
+        self.auth = Some(Box::new(Auth {
+            token: token.clone(),
+            transcript: Transcript {
+                server_nonce: [0; NONCE_BYTES],
+                client_nonce: nonce,
+                client_hello: [0; 32],
+                server_hello: [0; 16],
+            },
+        }));
+        self
     }
 
     /// Bytes that [`Handshake::handle`] needs next; 0 when done.
@@ -153,17 +200,9 @@ impl Handshake {
                 Ok(None)
             }
             State::Payload(header) => match header.kind {
-                FrameKind::ServerHello => {
-                    let hello = ServerHello::decode(bytes)?;
-                    if hello.auth != 0 {
-                        return Err(HandshakeError::Unsupported(format!(
-                            "peer wants authentication method {}, this client has none",
-                            hello.auth
-                        )));
-                    }
-                    self.state = State::Header(FrameKind::Welcome);
-                    Ok(None)
-                }
+                FrameKind::ServerHello => self.handle_hello(bytes),
+                FrameKind::AuthChallenge => self.handle_challenge(bytes),
+                FrameKind::AuthProof => self.handle_proof(bytes),
                 FrameKind::Welcome => Ok(Some(Outcome::V2(Welcome::decode(bytes)?))),
                 _ => Err(HandshakeError::Error(ErrorFrame::decode(bytes)?)),
             },
@@ -171,21 +210,72 @@ impl Handshake {
         }
     }
 
+    fn handle_hello(&mut self, bytes: &[u8]) -> Result<Option<Outcome>, HandshakeError> {
+        let hello = ServerHello::decode(bytes)?;
+        let next = match (hello.auth, &mut self.auth) {
+            (0, None) => FrameKind::Welcome,
+            (0, Some(_)) => return Err(HandshakeError::ServerDoesNotAuthenticate),
+            (METHOD_TOKEN, None) => return Err(HandshakeError::TokenNeeded),
+            (METHOD_TOKEN, Some(auth)) => {
+                auth.transcript.server_hello = auth::exact("server hello", bytes)?;
+                FrameKind::AuthChallenge
+            }
+            (method, _) => {
+                return Err(HandshakeError::Unsupported(format!(
+                    "peer wants authentication method {method}, this client has method {METHOD_TOKEN} alone"
+                )));
+            }
+        };
+        self.state = State::Header(next);
+        Ok(None)
+    }
+
+    fn handle_challenge(&mut self, bytes: &[u8]) -> Result<Option<Outcome>, HandshakeError> {
+        let auth = self.auth.as_mut().ok_or(HandshakeError::TokenNeeded)?;
+        auth.transcript.server_nonce = AuthChallenge::decode(bytes)?.nonce;
+        let response = AuthResponse {
+            nonce: auth.transcript.client_nonce,
+            mac: auth.transcript.prove(&auth.token, Side::Client),
+        };
+        let kind = FrameKind::AuthResponse;
+        frame::push_frame(&mut self.transmit, kind, 0, &response.encode());
+        self.state = State::Header(FrameKind::AuthProof);
+        Ok(None)
+    }
+
+    fn handle_proof(&mut self, bytes: &[u8]) -> Result<Option<Outcome>, HandshakeError> {
+        let auth = self.auth.as_ref().ok_or(HandshakeError::TokenNeeded)?;
+        let mac = AuthProof::decode(bytes)?.mac;
+        if !auth.transcript.is_proven(&auth.token, Side::Server, &mac) {
+            return Err(HandshakeError::NotThePeer);
+        }
+        self.state = State::Header(FrameKind::Welcome);
+        Ok(None)
+    }
+
     fn handle_greeting(&mut self, greeting: Greeting) -> Result<Option<Outcome>, HandshakeError> {
         let Greeting { manifest, v2 } = greeting;
         if let Some(why) = v2.as_ref().and_then(|o| o.refused.clone()) {
             return Err(HandshakeError::Refused(why));
         }
+        let wants_token = v2
+            .as_ref()
+            .is_some_and(|o| o.capabilities.iter().any(|c| c == auth::CAPABILITY));
         let speaks_v2 = v2.is_some_and(|o| o.versions.contains(&message::VERSION));
         let wants_v1 = matches!(self.protocol, Protocol::V1 | Protocol::V1Verbs);
+        match (&self.auth, speaks_v2) {
+            (Some(_), _) if wants_v1 => return Err(HandshakeError::V1HasNoToken),
+            (Some(_), false) => return Err(HandshakeError::ServerDoesNotAuthenticate),
+            (None, _) if wants_v1 && wants_token => return Err(HandshakeError::TokenNeeded),
+            _ => {}
+        }
         if speaks_v2 && !wants_v1 {
+            let hello = self.hello.encode();
+            if let Some(auth) = &mut self.auth {
+                auth.transcript.client_hello = auth::exact("client hello", &hello)?;
+            }
             self.transmit.push(v1::MODE_V2);
-            frame::push_frame(
-                &mut self.transmit,
-                FrameKind::ClientHello,
-                0,
-                &self.hello.encode(),
-            );
+            frame::push_frame(&mut self.transmit, FrameKind::ClientHello, 0, &hello);
             self.state = State::Header(FrameKind::ServerHello);
             return Ok(None);
         }

@@ -50,6 +50,12 @@ pub enum FrameKind {
     OpenRail = 18,
     /// Answer to `OpenRail`: [`crate::verbs::RailOpened`].
     RailOpened = 19,
+    /// Server asks the client to prove that it knows the token: [`crate::auth::AuthChallenge`].
+    AuthChallenge = 20,
+    /// Client's proof: [`crate::auth::AuthResponse`].
+    AuthResponse = 21,
+    /// Server's own proof: [`crate::auth::AuthProof`].
+    AuthProof = 22,
 }
 
 impl FrameKind {
@@ -75,6 +81,9 @@ impl FrameKind {
             17 => RailsReply,
             18 => OpenRail,
             19 => RailOpened,
+            20 => AuthChallenge,
+            21 => AuthResponse,
+            22 => AuthProof,
             _ => return None,
         })
     }

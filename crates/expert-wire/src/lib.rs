@@ -4,6 +4,7 @@
 //! * [`v1`] is the frozen first protocol: the codec of its few messages and of its manifest.
 //! * [`v1_verbs`] is its queue-pair exchange, [`verbs`] that of protocol v2.
 //! * [`frame`] is the frame of protocol v2, [`message`] the messages in those frames.
+//! * [`auth`] is the proof that both sides know one token.
 //! * [`client`] and [`server`] are the session state machines: bytes in, bytes and events out.
 //!   They open no socket and read no clock, so one simulated pair drives all protocol tests.
 //!
@@ -11,6 +12,7 @@
 //! description for people who write another implementation.
 #![forbid(unsafe_code)]
 
+pub mod auth;
 pub mod client;
 pub mod frame;
 pub mod key;

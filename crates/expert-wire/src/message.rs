@@ -49,7 +49,7 @@ struct RawClientHello {
 pub struct ServerHello {
     /// The version chosen, within the client's range.
     pub version: u16,
-    /// 0: no authentication; further values belong to later versions.
+    /// 0: no authentication; [`crate::auth::METHOD_TOKEN`]; further values belong to later versions.
     pub auth: u8,
     /// Random number of this run of the peer.
     pub instance_id: u64,

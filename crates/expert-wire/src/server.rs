@@ -9,8 +9,10 @@
 //! *Invariant*: at most [`INPUT_MAX_BYTES`] are buffered, whatever arrives, and the events do not
 //! depend on how the bytes were cut into pieces.
 
-use thiserror::Error;
+mod proof;
+mod reason;
 
+use crate::auth::{self, NONCE_BYTES, Token};
 use crate::frame::{self, FrameHeader, FrameKind, HEADER_BYTES};
 use crate::message::{
     CatalogueRequest, ChecksumReport, ClientHello, ErrorCode, ErrorFrame, ReadRequest, ServerHello,
@@ -20,6 +22,8 @@ use crate::v1::{self, Greeting, V2Offer};
 use crate::v1_verbs::{self, V1Endpoint, V1Rail};
 use crate::verbs::OpenRail;
 use crate::{Key, WireError, limits};
+
+pub use reason::CloseReason;
 
 /// Most bytes of a client that a session holds: one largest frame.
 pub const INPUT_MAX_BYTES: usize = HEADER_BYTES + limits::REQUEST_MAX_BYTES as usize;
@@ -94,40 +98,6 @@ pub enum Event {
     Closed(CloseReason),
 }
 
-/// Why the server ends a session.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum CloseReason {
-    /// Mode byte 1.
-    #[error(
-        "the client asked for v1 verbs (mode byte 1), which this peer does not serve from this store"
-    )]
-    VerbsUnsupported,
-    /// Mode byte 0 where there is no v1 manifest.
-    #[error("the client asked for the v1 TCP mode, which this store cannot serve")]
-    V1Unavailable,
-    /// Another mode byte.
-    #[error("unknown mode byte {0}")]
-    UnknownMode(u8),
-    /// No common version.
-    #[error("the client speaks versions {min} to {max}, this peer speaks {VERSION}")]
-    Version {
-        /// Lowest version of the client.
-        min: u16,
-        /// Highest version of the client.
-        max: u16,
-    },
-    /// A frame that cannot be read.
-    #[error(transparent)]
-    BadFrame(#[from] WireError),
-    /// A frame that a client does not send, or not now.
-    #[error("a frame of kind {0:?} is not expected now")]
-    UnexpectedFrame(FrameKind),
-    /// A request whose id is that of notices.
-    #[error("request id 0 is reserved")]
-    ZeroId,
-}
-
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     /// Waits for the mode byte.
@@ -150,6 +120,11 @@ enum State {
     V1Silent,
     /// Waits for the client's hello.
     Hello,
+    /// Waits for the client's proof that it knows the token.
+    Proof {
+        id: u64,
+        hello: ClientHello,
+    },
     /// Waits for the driver's answer to the hello.
     Accepting {
         id: u64,
@@ -166,6 +141,7 @@ pub struct ServerSession {
     serves_v1: bool,
     serves_v1_verbs: bool,
     is_v2: bool,
+    auth: Option<Box<proof::Proof>>,
     input: Vec<u8>,
     start: usize,
     end: usize,
@@ -197,12 +173,34 @@ impl ServerSession {
             serves_v1: greeting.manifest.is_some(),
             serves_v1_verbs: false,
             is_v2: false,
+            auth: None,
             input: vec![0; INPUT_START_BYTES],
             start: 0,
             end: 0,
             output: greeting.encode(),
             messages: 0,
         }
+    }
+
+    /// A session that tells nothing about the store before the client has proven that it knows the
+    /// token; `nonce` is random and was never used before. No v1 mode is open: v1 has no proofs.
+    pub fn with_token(instance_id: u64, token: &Token, nonce: [u8; NONCE_BYTES]) -> Self {
+        let mut session = Self::new(&Greeting {
+            manifest: None,
+            v2: Some(V2Offer {
+                versions: vec![VERSION],
+                instance_id,
+                capabilities: vec!["tcp".into(), auth::CAPABILITY.into()],
+                refused: None,
+            }),
+        });
+        session.auth = Some(Box::new(proof::Proof::new(instance_id, token, nonce)));
+        session
+    }
+
+    /// Whether the client was asked for its proof and has not given it.
+    pub fn awaits_proof(&self) -> bool {
+        matches!(self.state, State::Proof { .. })
     }
 
     /// Opens the v1 verbs mode, too.
@@ -320,7 +318,7 @@ impl ServerSession {
                         }
                     }
                 }
-                State::Hello | State::Open => match self.take_frame() {
+                State::Hello | State::Proof { .. } | State::Open => match self.take_frame() {
                     Ok(None) => return None,
                     Ok(Some((header, payload))) => self.frame(header, payload),
                     Err(reason) => Err(reason),
@@ -339,12 +337,14 @@ impl ServerSession {
         let State::Accepting { id } = self.state else {
             return;
         };
-        let hello = ServerHello {
-            version: VERSION,
-            auth: 0,
-            instance_id: welcome.instance_id,
-        };
-        self.reply(FrameKind::ServerHello, id, &hello.encode());
+        if self.auth.is_none() {
+            let hello = ServerHello {
+                version: VERSION,
+                auth: 0,
+                instance_id: welcome.instance_id,
+            };
+            self.reply(FrameKind::ServerHello, id, &hello.encode());
+        }
         self.reply(FrameKind::Welcome, id, &welcome.encode());
         self.state = State::Open;
     }
@@ -379,6 +379,9 @@ impl ServerSession {
 
     fn mode(&mut self, mode: u8) -> Result<Option<Event>, CloseReason> {
         match mode {
+            v1::MODE_TCP | v1::MODE_VERBS if self.auth.is_some() => {
+                Err(CloseReason::V1NeedsNoToken)
+            }
             v1::MODE_TCP if self.serves_v1 => {
                 self.state = State::V1;
                 Ok(Some(Event::V1Start))
@@ -452,6 +455,19 @@ impl ServerSession {
                 if !(min..=max).contains(&VERSION) {
                     return Err(CloseReason::Version { min, max });
                 }
+                if let Some(proof) = &mut self.auth {
+                    proof.challenge(&mut self.output, id, payload)?;
+                    self.state = State::Proof { id, hello };
+                    return Ok(None);
+                }
+                self.state = State::Accepting { id };
+                Some(Event::Hello(hello))
+            }
+            FrameKind::AuthResponse => {
+                let (State::Proof { id, hello }, Some(proof)) = (self.state, &mut self.auth) else {
+                    return Err(CloseReason::UnexpectedFrame(header.kind));
+                };
+                proof.check(&mut self.output, id, payload)?;
                 self.state = State::Accepting { id };
                 Some(Event::Hello(hello))
             }
@@ -492,11 +508,7 @@ impl ServerSession {
     }
 
     fn fail(&mut self, reason: CloseReason) -> Event {
-        let code = match reason {
-            CloseReason::Version { .. } => ErrorCode::UnsupportedVersion,
-            _ => ErrorCode::BadFrame,
-        };
-        self.refuse(code, reason.to_string());
+        self.refuse(reason.code(), reason.to_string());
         Event::Closed(reason)
     }
 
@@ -522,6 +534,8 @@ impl ServerSession {
         };
         let header = FrameHeader::decode(header, max_bytes)?;
         let max_bytes = match header.kind {
+            FrameKind::AuthResponse if self.awaits_proof() => max_bytes,
+            kind if self.awaits_proof() => return Err(CloseReason::NoProof(kind)),
             FrameKind::ClientHello if !open => max_bytes,
             _ if !open => return Err(CloseReason::UnexpectedFrame(header.kind)),
             FrameKind::StoreInfo

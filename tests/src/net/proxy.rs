@@ -6,6 +6,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+/// Bytes of one direction of one connection that are recorded.
+pub const RECORDED_MAX_BYTES: usize = 1 << 20;
+
 /// See the module. Clients connect to [`Proxy::addr`], which stays the same whatever happens behind it. Ends its
 /// threads when it is dropped.
 pub struct Proxy {
@@ -28,6 +31,8 @@ struct State {
     /// Bytes from the peer that passed.
     passed: u64,
     stop: bool,
+    /// What each connection said, client and peer, where that is wanted.
+    recorded: Option<Vec<[Vec<u8>; 2]>>,
     /// Both ends of every connection; the number tells cut ones from later ones.
     streams: Vec<TcpStream>,
     cuts: u64,
@@ -85,6 +90,7 @@ impl Proxy {
                 rate: None,
                 passed: 0,
                 stop: false,
+                recorded: None,
                 streams: Vec::new(),
                 cuts: 0,
             }),
@@ -145,6 +151,16 @@ impl Proxy {
         self.shared.lock().allowance == Some(0)
     }
 
+    /// Records from now on what passes, up to [`RECORDED_MAX_BYTES`] of each direction.
+    pub fn record(&self) {
+        self.shared.lock().recorded = Some(Vec::new());
+    }
+
+    /// What passed on each connection, from the client and from the peer.
+    pub fn recorded(&self) -> Vec<[Vec<u8>; 2]> {
+        self.shared.lock().recorded.clone().unwrap_or_default()
+    }
+
     /// Bytes from the peer that passed.
     pub fn passed_bytes(&self) -> u64 {
         self.shared.lock().passed
@@ -167,6 +183,15 @@ impl Drop for Proxy {
 }
 
 impl State {
+    fn write_down(&mut self, tape: usize, from_peer: bool, bytes: &[u8]) {
+        let tape = self.recorded.as_mut().and_then(|tapes| tapes.get_mut(tape));
+        if let Some(tape) = tape {
+            let tape = &mut tape[usize::from(from_peer)];
+            let room = RECORDED_MAX_BYTES.saturating_sub(tape.len());
+            tape.extend_from_slice(&bytes[..bytes.len().min(room)]);
+        }
+    }
+
     fn cut(&mut self) {
         self.cuts += 1;
         for stream in self.streams.drain(..) {
@@ -200,21 +225,35 @@ impl Shared {
                     end.try_clone().expect("a descriptor")
                 });
                 let [client_out, client_kept, peer_out, peer_kept] = ends;
-                let cuts = {
+                let (cuts, tape) = {
                     let mut state = self.lock();
+                    let tape = state.recorded.as_mut().map(|tapes| {
+                        tapes.push(Default::default());
+                        tapes.len() - 1
+                    });
                     state.streams.extend([client_kept, peer_kept]);
-                    state.cuts
+                    (state.cuts, tape)
                 };
-                scope.spawn(move || self.pump(client, peer_out, None));
-                scope.spawn(move || self.pump(peer, client_out, Some(cuts)));
+                scope.spawn(move || self.pump(client, peer_out, None, tape));
+                scope.spawn(move || self.pump(peer, client_out, Some(cuts), tape));
             }
         });
     }
 
     /// Copies one direction; the one from the peer is subject to the allowance.
-    fn pump(&self, mut from: TcpStream, mut to: TcpStream, gated: Option<u64>) {
+    fn pump(
+        &self,
+        mut from: TcpStream,
+        mut to: TcpStream,
+        gated: Option<u64>,
+        tape: Option<usize>,
+    ) {
         let mut buffer = vec![0; 64 << 10];
         'copy: while let Ok(count @ 1..) = from.read(&mut buffer) {
+            if let Some(tape) = tape {
+                self.lock()
+                    .write_down(tape, gated.is_some(), &buffer[..count]);
+            }
             let mut at = 0;
             while at < count {
                 let piece = match gated {

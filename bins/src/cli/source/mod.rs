@@ -19,6 +19,7 @@ use expert_tier::{
     env,
 };
 
+use super::args::TokenArgs;
 use super::{UsageError, bar, output, signals};
 use uma::UmaArgs;
 use verbs::VerbsArgs;
@@ -32,6 +33,8 @@ pub struct SourceArgs {
     /// Peer to fetch from, or several: parts of a model add up, replicas share the load; default: ATLAS_EXPERT_PEER
     #[arg(long, value_name = "HOST:PORT[,…]")]
     expert_peer: Option<String>,
+    #[command(flatten)]
+    token: TokenArgs,
     /// Store or checkpoint on this machine with the same content or a part of it: it takes over where the peers lack
     /// records or none of them works (rdma, rdma-verbs)
     #[arg(long, value_name = "PATH")]
@@ -250,9 +253,13 @@ impl SourceArgs {
                     ))
                     .into());
                 }
-                if self.expert_peer.is_some() {
+                let to_peer = [
+                    (self.expert_peer.is_some(), "--expert-peer"),
+                    (self.token.is_given(), "--auth-token-file"),
+                ];
+                if let Some((_, flag)) = to_peer.iter().find(|(given, _)| *given) {
                     return Err(UsageError(format!(
-                        "--expert-peer is for --expert-backend rdma; {name} reads --store"
+                        "{flag} is for --expert-backend rdma; {name} reads --store"
                     ))
                     .into());
                 }
@@ -284,6 +291,7 @@ impl SourceArgs {
                         ))
                     })?,
                 };
+                let builder = builder.auth_token(self.token.token()?);
                 let builder = match self.expert_backend {
                     Backend::RdmaVerbs => builder.verbs(self.verbs.options()?),
                     _ => builder,

@@ -6,12 +6,12 @@ use expert_wire::frame::FrameKind;
 use expert_wire::message::ErrorCode;
 use expert_wire::v1_verbs::V1Endpoint;
 use expert_wire::verbs::{OpenRail, RailOpened, encode_rails};
-use tracing::debug;
+use tracing::{debug, warn};
 
 use super::{Driver, End};
 use crate::SourceError;
 use crate::stats::add;
-use crate::verbs::{self, OpenedRail, Served, V1Offer, Verbs};
+use crate::verbs::{self, OpenedRail, QpShare, Served, V1Offer, Verbs};
 
 /// What a connection has of rails; its queue pairs end with it.
 #[derive(Default)]
@@ -19,15 +19,15 @@ pub(super) enum Rails {
     #[default]
     None,
     /// v1: offered, not connected yet.
-    Offered(V1Offer),
+    Offered { offer: V1Offer, qps: QpShare },
     /// Connected.
-    Open(OpenedRail),
+    Open { opened: OpenedRail, _qps: QpShare },
 }
 
 impl Rails {
     /// Whether queue pairs lead to memory that is still registered.
     pub(super) fn is_alive(&self) -> bool {
-        matches!(self, Self::Open(opened) if !opened.is_closing())
+        matches!(self, Self::Open { opened, .. } if !opened.is_closing())
     }
 }
 
@@ -42,7 +42,7 @@ impl Driver<'_> {
     pub(super) fn open_rail(&mut self, id: u64, request: &OpenRail) -> Result<(), End> {
         add(&self.shared.counters.requests, 1);
         match self.try_open(request) {
-            Ok((opened, reply)) => {
+            Ok((opened, _qps, reply)) => {
                 debug!(
                     "{}: rail {} open with {} queue pairs, MTU code {}, READ depth {}, {} regions",
                     self.connection.address,
@@ -52,7 +52,7 @@ impl Driver<'_> {
                     reply.reads_max,
                     reply.regions.len()
                 );
-                self.rails = Rails::Open(opened);
+                self.rails = Rails::Open { opened, _qps };
                 self.session
                     .reply(FrameKind::RailOpened, id, &reply.encode());
                 Ok(())
@@ -64,7 +64,10 @@ impl Driver<'_> {
         }
     }
 
-    fn try_open(&self, request: &OpenRail) -> Result<(OpenedRail, RailOpened), SourceError> {
+    fn try_open(
+        &self,
+        request: &OpenRail,
+    ) -> Result<(OpenedRail, QpShare, RailOpened), SourceError> {
         let Some(verbs) = &self.shared.verbs else {
             return Err(SourceError::new(
                 ErrorCode::NoSuchRail,
@@ -87,21 +90,37 @@ impl Driver<'_> {
             ));
         }
         let served = self.epoch.served().ok_or_else(verbs::withdrawn)?;
-        verbs::open_rail(verbs, &served, request)
+        let share = self
+            .quota(verbs, request.qps.len())
+            .map_err(|why| SourceError::new(ErrorCode::RailUnavailable, why))?;
+        let (opened, reply) = verbs::open_rail(verbs, &served, request)?;
+        Ok((opened, share, reply))
+    }
+
+    fn quota(&self, verbs: &Verbs, queue_pairs: usize) -> Result<QpShare, String> {
+        let share = verbs.quota.take(self.connection.address, queue_pairs);
+        if let Err(why) = &share {
+            add(&self.shared.counters.qps_refused, 1);
+            if self.shared.refusal_log.allows() {
+                warn!("{why}");
+            }
+        }
+        share
     }
 
     pub(super) fn offer_v1(&mut self, rails: u8) -> Result<(), End> {
         let (verbs, served) = self.v1_verbs()?;
+        let qps = self.quota(verbs, rails.into()).map_err(End::NoRails)?;
         let source = &*self.epoch.source;
         let (offer, v1_rails) =
             verbs::v1_offer(verbs, &served, source, rails).map_err(End::NoRails)?;
-        self.rails = Rails::Offered(offer);
+        self.rails = Rails::Offered { offer, qps };
         self.session.offer_v1_rails(&v1_rails);
         Ok(())
     }
 
     pub(super) fn connect_v1(&mut self, remote: &[V1Endpoint]) -> Result<(), End> {
-        let Rails::Offered(offer) = std::mem::take(&mut self.rails) else {
+        let Rails::Offered { offer, qps } = std::mem::take(&mut self.rails) else {
             return Err(End::NoRails("nothing was offered".into()));
         };
         let (verbs, _) = self.v1_verbs()?;
@@ -111,7 +130,7 @@ impl Driver<'_> {
             self.connection.address,
             remote.len()
         );
-        self.rails = Rails::Open(opened);
+        self.rails = Rails::Open { opened, _qps: qps };
         self.session.v1_rails_ready();
         self.handshake_done();
         Ok(())

@@ -16,6 +16,7 @@ mod fake;
 mod open;
 mod options;
 mod publish;
+mod quota;
 mod served;
 #[cfg(test)]
 mod tests;
@@ -27,16 +28,19 @@ use expert_wire::verbs::RailInfo;
 use tracing::{debug, info, warn};
 
 use crate::{PeerError, RailStats};
+use quota::QpQuota;
 
 pub(crate) use fabric::Fabric;
 pub(crate) use open::{V1Offer, open_rail, v1_connect, v1_layers, v1_offer, withdrawn};
 pub use options::VerbsOptions;
+pub(crate) use quota::QpShare;
 pub(crate) use served::{OpenedRail, Served};
 
 /// The rails of a peer.
 pub(crate) struct Verbs {
     fabric: Box<dyn Fabric>,
     pub(crate) options: VerbsOptions,
+    pub(crate) quota: Arc<QpQuota>,
     rails: Vec<Rail>,
 }
 
@@ -81,6 +85,7 @@ impl Verbs {
             })
             .collect::<Result<_, PeerError>>()?;
         Ok(Self {
+            quota: QpQuota::new(options.qps_per_client_max),
             fabric,
             options,
             rails,
@@ -121,6 +126,9 @@ impl Verbs {
     fn state(&self, rail: usize) -> Result<fabric::RailState, PeerError> {
         let mut state = self.fabric.state(rail)?;
         state.info.qps_max = self.options.qps_per_rail_max.max(1);
+        let reads_max = self.options.reads_per_qp_max.max(1);
+        state.reads_in_max = state.reads_in_max.min(reads_max);
+        state.info.reads_max = state.info.reads_max.min(reads_max);
         Ok(state)
     }
 

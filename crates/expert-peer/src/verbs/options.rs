@@ -27,6 +27,11 @@ pub struct VerbsOptions {
     pub reserve_bytes: Option<u64>,
     /// Queue pairs that one connection may have. Default 8.
     pub qps_per_rail_max: u8,
+    /// Queue pairs that one address may have, over all its connections. Default 256: two clients with
+    /// 16 rails of 8.
+    pub qps_per_client_max: u32,
+    /// READs under way at once on one queue pair, where the device can do more. Default 16.
+    pub reads_per_qp_max: u8,
     /// How long clients may go on reading from a store that was replaced, after they were told.
     /// Default 500 ms.
     pub reload_grace: Duration,
@@ -48,6 +53,8 @@ impl Default for VerbsOptions {
             max_blade_bytes: None,
             reserve_bytes: None,
             qps_per_rail_max: 8,
+            qps_per_client_max: 256,
+            reads_per_qp_max: 16,
             reload_grace: Duration::from_millis(500),
             pkey_index: 0,
             threads: 0,

@@ -176,7 +176,11 @@ impl TierBuilder {
         let controls: Vec<Arc<Control>> = sources
             .peers
             .iter()
-            .map(|addr| Arc::new(Control::new(addr, rand::random(), self.connect_timeout)))
+            .map(|addr| {
+                let token = self.auth_token.clone();
+                let id = rand::random();
+                Arc::new(Control::new(addr, id, token, self.connect_timeout))
+            })
             .collect();
         let asked = side_by_side(&controls, |control| self.meet(control, limit));
         let local = sources

@@ -4,8 +4,11 @@ use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
+use expert_wire::auth::{NONCE_BYTES, Token};
 use expert_wire::client::{Handshake, Outcome, Protocol};
 use expert_wire::message::Role;
+use rand::TryRng;
+use rand::rngs::SysRng;
 use socket2::{SockRef, TcpKeepalive};
 
 use crate::error::TierError;
@@ -16,7 +19,7 @@ const KEEPALIVE_RETRIES: u32 = 3;
 /// Data that nobody acknowledges for this long ends the connection.
 const USER_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Connects and shakes hands.
+/// Connects and shakes hands; with a token both sides prove that they know it.
 ///
 /// *Errors*: [`TierError::Connect`] and [`TierError::Handshake`], each within `limit`.
 pub(crate) fn connect(
@@ -24,17 +27,21 @@ pub(crate) fn connect(
     client_id: u64,
     role: Role,
     protocol: Protocol,
+    token: Option<&Token>,
     limit: Instant,
 ) -> Result<(TcpStream, Outcome), TierError> {
     let stream = connect_any(addr, limit)?;
     let failed = |e: io::Error| connect_error(addr, &e);
     stream.set_nodelay(true).map_err(failed)?;
-    let outcome = shake_hands(
-        &stream,
-        addr,
-        Handshake::new(client_id, role, protocol),
-        limit,
-    )?;
+    let mut handshake = Handshake::new(client_id, role, protocol);
+    if let Some(token) = token {
+        let mut nonce = [0; NONCE_BYTES];
+        SysRng
+            .try_fill_bytes(&mut nonce)
+            .map_err(|e| TierError::Config(format!("no random numbers from the system: {e}")))?;
+        handshake = handshake.with_token(token, nonce);
+    }
+    let outcome = shake_hands(&stream, addr, handshake, limit)?;
     stream.set_read_timeout(None).map_err(failed)?;
     stream
         .set_write_timeout(Some(USER_TIMEOUT))

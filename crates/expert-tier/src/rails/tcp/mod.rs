@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 
 use expert_arena::RecvFlags;
 use expert_store::catalogue::CHUNK_BYTES;
+use expert_wire::auth::Token;
 use expert_wire::client::{Outcome, Protocol};
 use expert_wire::frame::{self, FrameKind};
 use expert_wire::limits;
@@ -52,6 +53,7 @@ pub(crate) struct TcpConfig {
     /// Whether the peer turned out to speak v1 when the tier connected.
     pub(crate) v1: bool,
     pub(crate) client_id: u64,
+    pub(crate) token: Option<Token>,
     pub(crate) connect_timeout: Duration,
     pub(crate) stall: Duration,
     /// Preference among the tier's rails.
@@ -442,6 +444,7 @@ impl Attempt {
             config.client_id,
             Role::Stream,
             protocol,
+            config.token.as_ref(),
             limit,
         )
         .map_err(|e| e.to_string())?;

@@ -28,6 +28,7 @@ mod session;
 use std::sync::Arc;
 use std::time::Duration;
 
+use expert_wire::auth::Token;
 use expert_wire::limits;
 
 use crate::notify::Notifier;
@@ -51,6 +52,7 @@ pub(crate) struct VerbsConfig {
     /// The peer on this rail's own path, where it has an address there.
     pub(crate) addr_on_rail: Option<String>,
     pub(crate) client_id: u64,
+    pub(crate) token: Option<Token>,
     pub(crate) options: VerbsOptions,
     /// All rails of the tier, this one at `index`: they are paired with the peer's together.
     pub(crate) rails: Arc<Vec<OwnRail>>,

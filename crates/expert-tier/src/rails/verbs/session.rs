@@ -176,7 +176,14 @@ fn connect_v2(
     let own_path = config.addr_on_rail.as_ref().map(|addr| (addr, half));
     let mut trouble = String::new();
     for (addr, limit) in own_path.into_iter().chain([(&config.addr, limit)]) {
-        match socket::connect(addr, config.client_id, Role::Control, Protocol::V2, limit) {
+        match socket::connect(
+            addr,
+            config.client_id,
+            Role::Control,
+            Protocol::V2,
+            config.token.as_ref(),
+            limit,
+        ) {
             Ok((stream, Outcome::V2(welcome))) => {
                 keep(&stream)?;
                 return Ok(Connection::of(stream, welcome));
@@ -441,6 +448,7 @@ fn open_v1(
         config.client_id,
         Role::Control,
         Protocol::V1Verbs,
+        config.token.as_ref(),
         limit,
     )
     .map_err(|e| e.to_string())?;
