@@ -366,7 +366,6 @@ impl Drop for Share<'_> {
 #[cfg(test)]
 mod tests {
     use std::net::Ipv4Addr;
-    use std::sync::mpsc;
     use std::time::Duration;
 
     use super::*;
@@ -392,37 +391,40 @@ mod tests {
         share
     }
 
-    /// Everybody waits for the only turn; gives back who got how many turns of the first `turns`.
-    fn contend(clients: &[(u8, u64)], turns: usize) -> Vec<usize> {
+    /// Everybody wants the only turn, uses `used` bytes of it and wants the next; gives back who got
+    /// how many of the first `turns`.
+    fn contend(clients: &[(u8, u64, u64)], turns: usize) -> Vec<usize> {
         let shares = Shares::with_turns(1, u64::MAX);
-        let (send, order) = mpsc::channel();
-        let counts = thread::scope(|scope| {
-            let holder = share(&shares, 99, 99);
-            holder.turn(soon).unwrap();
-            for (i, &(n, client)) in clients.iter().enumerate() {
-                let (shares, send) = (&shares, send.clone());
-                scope.spawn(move || {
-                    let share = share(shares, n, client);
-                    for _ in 0..turns {
-                        share.turn(soon).unwrap();
-                        let _ = send.send(i);
-                        // As a connection does that has more to send: it waits again before the
-                        // next turn is given.
-                        share.sent(TURN_BYTES);
-                    }
-                });
-            }
-            while shares.lock().waiting.len() < clients.len() {
-                thread::yield_now();
-            }
-            drop(holder);
-            let mut counts = vec![0; clients.len()];
-            for i in order.iter().take(turns) {
-                counts[i] += 1;
-            }
-            counts
-        });
-        assert!(is_empty(&shares));
+        let mut state = shares.lock();
+        let mut counts = vec![0; clients.len()];
+        let want = |state: &mut State, i: usize| {
+            let name = (address(clients[i].0), clients[i].1);
+            let granted = Arc::<AtomicBool>::default();
+            state.change(name, |client| client.waiting += 1);
+            state.waiting.push(Waiting {
+                name,
+                begins: None,
+                granted: granted.clone(),
+                thread: thread::current(),
+            });
+            (name, granted)
+        };
+        let mut wants = Vec::new();
+        for (i, &(n, client, _)) in clients.iter().enumerate() {
+            state.enter((address(n), client));
+            wants.push(want(&mut state, i));
+        }
+        for _ in 0..turns {
+            shares.dispatch(&mut state);
+            let has_it = |(_, granted): &&(Name, Arc<AtomicBool>)| granted.load(Ordering::Acquire);
+            let mut having = wants.iter().enumerate().filter(|(_, want)| has_it(want));
+            let (i, (name, _)) = having.next().expect("a turn is given while any is free");
+            assert!(having.next().is_none(), "there is one turn");
+            counts[i] += 1;
+            let name = *name;
+            state.take_back(name, clients[i].2);
+            wants[i] = want(&mut state, i);
+        }
         counts
     }
 
@@ -443,20 +445,31 @@ mod tests {
 
     #[test]
     fn turns_go_to_clients_and_not_to_connections() {
-        let mut clients = vec![(1, 1); 10];
-        clients.push((1, 2));
-        let counts = contend(&clients, 100);
-        let flood: usize = counts[..10].iter().sum();
-        // The one may not be back in time for a turn now and then.
-        assert!(flood <= 75 && counts[10] >= 25, "{counts:?}");
+        let mut clients = vec![(1, 1, TURN_BYTES); 10];
+        clients.push((1, 2, TURN_BYTES));
+        let counts = contend(&clients, 1000);
+        assert!((498..=502).contains(&counts[10]), "{counts:?}");
+        // Those of one client take theirs in the order in which they came.
+        assert!(
+            counts[..10].iter().all(|n| (49..=51).contains(n)),
+            "{counts:?}"
+        );
     }
 
     #[test]
     fn address_with_many_clients_gets_one_share() {
-        let mut clients: Vec<_> = (1..=10).map(|client| (1, client)).collect();
-        clients.push((2, 1));
-        let counts = contend(&clients, 100);
-        assert!(counts[10] >= 25, "{counts:?}");
+        let mut clients: Vec<_> = (1..=10).map(|client| (1, client, TURN_BYTES)).collect();
+        clients.push((2, 1, TURN_BYTES));
+        let counts = contend(&clients, 1000);
+        assert!((498..=502).contains(&counts[10]), "{counts:?}");
+    }
+
+    #[test]
+    fn shares_are_of_bytes_and_small_answers_cost_something() {
+        let counts = contend(&[(1, 1, TURN_BYTES), (2, 1, TURN_BYTES / 4)], 1000);
+        assert!((198..=202).contains(&counts[0]), "{counts:?}");
+        let counts = contend(&[(1, 1, TURN_MIN_BYTES), (2, 1, 1)], 1000);
+        assert!((498..=502).contains(&counts[0]), "{counts:?}");
     }
 
     #[test]

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use expert_peer::{Peer, PeerConfig, PeerError, PopulateOptions};
+use expert_wire::auth::Token;
 use expert_wire::frame::FrameKind;
 use expert_wire::message::{ChecksumReport, ErrorCode, Welcome};
 use expert_wire::{Key, v1};
@@ -41,7 +42,12 @@ fn address_beyond_loopback_needs_consent() {
         let error = Peer::start(config).unwrap_err();
         assert!(matches!(error, PeerError::Anonymous { .. }), "{error}");
         assert!(error.to_string().contains("--allow-anonymous"));
+        assert!(error.to_string().contains("--auth-token-file"));
     }
+    let mut with_token = config(&source);
+    with_token.listen = vec!["0.0.0.0:0".into()];
+    with_token.auth_token = Some(Token::from_text(vec![b'x'; 32]).unwrap());
+    Peer::start(with_token).unwrap();
     let mut config = config(&source);
     config.listen = vec!["0.0.0.0:0".into()];
     config.allow_anonymous = true;

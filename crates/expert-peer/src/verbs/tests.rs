@@ -526,3 +526,36 @@ fn store_above_the_limit_or_without_memory_is_refused_where_verbs_are_required()
     knobs.failing_publications.store(1, Ordering::SeqCst);
     try_start(&source, &knobs, options()).unwrap_err();
 }
+
+#[test]
+fn queue_pairs_and_read_depth_of_one_client_are_bounded_over_its_connections() {
+    let source = Arc::new(TempSource::pieced(1));
+    let knobs = Arc::default();
+    let limited = VerbsOptions {
+        qps_per_client_max: 6,
+        reads_per_qp_max: 5,
+        ..options()
+    };
+    let peer = try_start(&source, &knobs, limited).unwrap();
+    let (mut first, welcome) = Client::v2(peer.local_addr());
+    let epoch = welcome.epoch;
+    assert!(first.rails().iter().all(|rail| rail.reads_max == 5));
+    let opened = first.try_open(&open(0, epoch, 4)).unwrap();
+    assert_eq!(opened.reads_max, 5);
+    let depth = |path: &atlas_rdma::Path| path.reads_in == 5;
+    assert!(knobs.paths.lock().unwrap().iter().all(depth));
+    let (mut second, _) = Client::v2(peer.local_addr());
+    let code = second.try_open(&open(1, epoch, 3)).unwrap_err();
+    assert_eq!(code, ErrorCode::RailUnavailable);
+    assert_eq!((qps(&knobs), peer.stats().qps_refused), (4, 1));
+    second.try_open(&open(1, epoch, 2)).unwrap();
+    drop(first);
+    until("the first client's queue pairs are gone", || {
+        qps(&knobs) == 2
+    });
+    let (mut third, _) = Client::v2(peer.local_addr());
+    until("they may be had by another", || {
+        third.try_open(&open(0, epoch, 4)).is_ok()
+    });
+    assert_eq!(qps(&knobs), 6);
+}
