@@ -26,6 +26,12 @@ pub const INPUT_MAX_BYTES: usize = 64 << 10;
 /// its fixed buffers below 1 MiB.
 pub const ALLOCATION_MAX_BYTES: usize = 32 << 20;
 
+/// Token of the sessions that have one, and the nonces of client and server: the seeds have proofs
+/// made with them, which the fuzzer could not guess.
+pub const TOKEN: &[u8] = b"a token of the fuzz targets";
+/// See [`TOKEN`].
+pub const NONCES: [[u8; 32]; 2] = [[1; 32], [2; 32]];
+
 /// A target: its name, which is that of its folder in `corpus`, and what it does.
 pub type Target = (&'static str, fn(&[u8]));
 

@@ -2,6 +2,7 @@
 
 use std::fmt::Debug;
 
+use expert_wire::auth::{AuthChallenge, AuthProof, AuthResponse, Token};
 use expert_wire::client::{Handshake, Outcome, Protocol};
 use expert_wire::frame::{self, FrameHeader, FrameKind, HEADER_BYTES};
 use expert_wire::message::{
@@ -16,6 +17,8 @@ use expert_wire::v1_verbs::{
 };
 use expert_wire::verbs::{OpenRail, RailInfo, RailOpened, decode_rails, encode_rails};
 use expert_wire::{WireError, limits};
+
+use super::{NONCES, TOKEN};
 
 /// Frames one after the other: what decodes encodes to the same bytes, and no payload is announced
 /// beyond its limit.
@@ -58,6 +61,9 @@ pub fn messages(input: &[u8]) {
     fixed(input, Welcome::decode, Welcome::encode);
     fixed(input, CatalogueRequest::decode, CatalogueRequest::encode);
     fixed(input, ReadRequest::decode, ReadRequest::encode);
+    fixed(input, AuthChallenge::decode, AuthChallenge::encode);
+    fixed(input, AuthResponse::decode, AuthResponse::encode);
+    fixed(input, AuthProof::decode, AuthProof::encode);
     fixed(input, ChecksumReport::decode, ChecksumReport::encode);
     if let Ok(welcome) = Welcome::decode(input) {
         assert!((1..=limits::READ_MAX_BYTES).contains(&welcome.read_max_bytes));
@@ -169,7 +175,8 @@ pub fn greeting(input: &[u8]) {
 }
 
 /// A client's side: whatever a peer sends, the handshake ends, asks for no more than its limits,
-/// keeps to the protocol that was insisted on, and says only what a server understands.
+/// keeps to the protocol that was insisted on, and says only what a server understands. With a token
+/// it never does without the peer's proof.
 ///
 /// Input: a byte of choices, then the peer's bytes.
 pub fn client(input: &[u8]) {
@@ -187,20 +194,27 @@ pub fn client(input: &[u8]) {
         _ => Role::Stream,
     };
     let mut handshake = Handshake::new(7, role, protocol);
+    let has_token = choices & 64 != 0;
+    if has_token {
+        handshake = handshake.with_token(&token(), NONCES[0]);
+    }
+    let mut has_proof = false;
     let mut sent = Vec::new();
-    // Length, greeting, and header and payload of two frames.
-    for _ in 0..6 {
+    // Length, greeting, and header and payload of four frames.
+    for _ in 0..10 {
         let wants = handshake.wants();
         assert!(wants <= limits::MANIFEST_MAX_BYTES as usize);
         let Some((now, later)) = rest.split_at_checked(wants) else {
             break;
         };
         rest = later;
+        has_proof |= has_token && now.len() == 32 && now == our_proof(role);
         let step = handshake.handle(now);
         sent.extend(handshake.take_transmit());
         match step {
             Ok(None) => continue,
             Ok(Some(Outcome::V1(manifest))) => {
+                assert!(!has_token, "v1 has no proofs");
                 assert_ne!(protocol, Protocol::V2);
                 assert_eq!(manifest.check(), Ok(()));
                 if protocol == Protocol::V1Verbs {
@@ -211,6 +225,7 @@ pub fn client(input: &[u8]) {
                 assert_eq!(sent, [v1::MODE_TCP]);
             }
             Ok(Some(Outcome::V2(welcome))) => {
+                assert!(has_proof || !has_token, "no proof, or a forged one");
                 assert!(matches!(protocol, Protocol::V2 | Protocol::Best));
                 assert!((1..=limits::READ_MAX_BYTES).contains(&welcome.read_max_bytes));
                 assert_eq!(sent[0], v1::MODE_V2);
@@ -221,7 +236,7 @@ pub fn client(input: &[u8]) {
         break;
     }
     assert!(
-        sent.len() <= 1 + HEADER_BYTES + 32,
+        sent.len() <= 1 + HEADER_BYTES + 32 + usize::from(has_token) * (HEADER_BYTES + 64),
         "{} bytes sent",
         sent.len()
     );
@@ -229,11 +244,43 @@ pub fn client(input: &[u8]) {
         return;
     }
     let mut server = ServerSession::new(&our_greeting(true));
-    assert_eq!(server.feed(&sent), sent.len());
+    let hello_bytes = sent.len().min(1 + HEADER_BYTES + 32);
+    assert_eq!(server.feed(&sent[..hello_bytes]), hello_bytes);
     match server.poll_event() {
         Some(Event::V1Start) => assert_ne!(protocol, Protocol::V2),
         Some(Event::Hello(hello)) => assert_eq!((hello.client_id, hello.role), (7, role)),
         other => panic!("our server understands {other:?} from our client"),
+    }
+}
+
+fn token() -> Token {
+    Token::from_text(TOKEN.to_vec()).expect("a token")
+}
+
+/// What our server proves to our client, in the only session that there is with these nonces.
+fn our_proof(role: Role) -> Vec<u8> {
+    let mut client = Handshake::new(7, role, Protocol::V2).with_token(&token(), NONCES[0]);
+    let mut server = ServerSession::with_token(7, &token(), NONCES[1]);
+    let mut said = Vec::new();
+    let mut has_challenge = false;
+    loop {
+        server.feed(&client.take_transmit());
+        while server.poll_event().is_some() {}
+        said.append(server.output());
+        let wants = client.wants();
+        if said.len() < wants {
+            return Vec::new();
+        }
+        let rest = said.split_off(wants);
+        let now = std::mem::replace(&mut said, rest);
+        client.handle(&now).expect("both know the token");
+        // The challenge, then the proof; nothing else is that long.
+        if now.len() == 32 {
+            if has_challenge {
+                return now;
+            }
+            has_challenge = true;
+        }
     }
 }
 
@@ -263,7 +310,8 @@ fn v1_rails(count: u8, layers: u32, input: &[u8]) {
 }
 
 /// A server's side: events and answers do not depend on how the client's bytes were cut, and no
-/// more than one largest frame is buffered.
+/// more than one largest frame is buffered. One that wants a token says nothing of the store, and
+/// has nothing to do, before it has the client's proof.
 ///
 /// Input: a byte of choices, a byte that counts cuts, the cuts, then the client's bytes.
 pub fn server(input: &[u8]) {
@@ -275,8 +323,18 @@ pub fn server(input: &[u8]) {
         serves_v1: choices & 1 != 0,
         accepts: choices & 2 == 0,
         serves_verbs: choices & 4 != 0,
+        wants_token: choices & 8 != 0,
     };
     let whole = serve(choices, bytes, &[]);
+    if choices.wants_token {
+        let first = whole.events.first();
+        assert!(matches!(
+            first,
+            None | Some(Event::Hello(_) | Event::Closed(_))
+        ));
+        let is_proven = matches!(first, Some(Event::Hello(_)));
+        assert!(is_proven || !is_in(&whole.output, &WELCOME.encode()));
+    }
     let cut = serve(choices, bytes, cuts);
     assert_eq!(whole, cut, "events depend on the cuts {cuts:?}");
     let single = serve(choices, bytes, &[0]);
@@ -288,6 +346,7 @@ struct Choices {
     serves_v1: bool,
     accepts: bool,
     serves_verbs: bool,
+    wants_token: bool,
 }
 
 /// What a session made of its input.
@@ -301,7 +360,10 @@ struct Served {
 
 /// Feeds a session pieces as long as the cuts say, plus one; without cuts all at once.
 fn serve(choices: Choices, bytes: &[u8], cuts: &[u8]) -> Served {
-    let mut session = ServerSession::new(&our_greeting(choices.serves_v1));
+    let mut session = match choices.wants_token {
+        true => ServerSession::with_token(7, &token(), NONCES[1]),
+        false => ServerSession::new(&our_greeting(choices.serves_v1)),
+    };
     if choices.serves_verbs {
         session.serve_v1_verbs();
     }
@@ -343,14 +405,7 @@ fn serve(choices: Choices, bytes: &[u8], cuts: &[u8]) -> Served {
 
 fn answer(session: &mut ServerSession, event: &Event, accepts: bool) {
     match event {
-        Event::Hello(_) if accepts => session.accept(&Welcome {
-            instance_id: 7,
-            epoch: 1,
-            read_max_bytes: limits::READ_MAX_BYTES,
-            generation: 1,
-            content_id: None,
-            layout_id: 5,
-        }),
+        Event::Hello(_) if accepts => session.accept(&WELCOME),
         Event::Hello(_) => session.refuse(ErrorCode::Busy, "no"),
         Event::V1Verbs { rails } if accepts => {
             session.offer_v1_rails(&vec![our_rail(); usize::from(*rails)]);
@@ -366,6 +421,19 @@ fn answer(session: &mut ServerSession, event: &Event, accepts: bool) {
         }
         _ => {}
     }
+}
+
+const WELCOME: Welcome = Welcome {
+    instance_id: 7,
+    epoch: 1,
+    read_max_bytes: limits::READ_MAX_BYTES,
+    generation: 1,
+    content_id: None,
+    layout_id: 5,
+};
+
+fn is_in(whole: &[u8], part: &[u8]) -> bool {
+    whole.windows(part.len()).any(|w| w == part)
 }
 
 /// Bytes of eight of `our_rail`, with their count.

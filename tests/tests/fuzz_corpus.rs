@@ -8,6 +8,11 @@ use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
+use expert_wire::auth::Token;
+use expert_wire::client::{Handshake, Outcome, Protocol};
+use expert_wire::message::Role;
+use expert_wire::server::{Event, ServerSession};
+
 // Included and not linked: the package of the targets needs libFuzzer, which is C++.
 #[path = "../../fuzz/src/lib.rs"]
 #[allow(unreachable_pub, reason = "it is the root of a library elsewhere")]
@@ -59,6 +64,29 @@ fn every_target_has_inputs_and_every_input_has_a_target() {
     let programs = names(&fuzz_dir().join("fuzz_targets"));
     let wanted: BTreeSet<String> = targets.iter().map(|t| format!("{t}.rs")).collect();
     assert_eq!(programs, wanted);
+}
+
+/// The fuzzer cannot guess a proof: it starts behind the handshake only with a seed that has one.
+#[test]
+fn seed_of_a_session_with_a_token_gets_past_the_handshake() {
+    let seed = |target: &str| fs::read(fuzz_dir().join("corpus").join(target).join("token"));
+    let token = Token::from_text(fuzz::TOKEN.to_vec()).expect("a token");
+    let [client_nonce, server_nonce] = fuzz::NONCES;
+    let said = seed("wire_server").expect("a seed");
+    let mut server = ServerSession::with_token(7, &token, server_nonce);
+    // After the choices and the cuts.
+    assert_eq!(server.feed(&said[5..]), said.len() - 5);
+    assert!(matches!(server.poll_event(), Some(Event::Hello(_))));
+    let heard = seed("wire_client").expect("a seed");
+    let mut rest = &heard[1..];
+    let mut client = Handshake::new(7, Role::Stream, Protocol::V2).with_token(&token, client_nonce);
+    let mut outcome = None;
+    while client.wants() > 0 {
+        let (now, later) = rest.split_at(client.wants());
+        rest = later;
+        outcome = client.handle(now).expect("a handshake");
+    }
+    assert!(matches!(outcome, Some(Outcome::V2(_))));
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use expert_wire::auth::{TOKEN_MAX_BYTES, Token, TokenError};
-use rustix::fs::OFlags;
+use rustix::fs::{Mode, OFlags};
 use thiserror::Error;
 
 /// Bits of the mode that let others than the owner read or write.
@@ -84,12 +84,9 @@ pub fn read(path: &Path) -> Result<Token, TokenFileError> {
         source,
     };
     // A pipe without a writer would never open.
-    let flags = OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let mut file = OpenOptions::new()
-        .read(true)
-        .custom_flags(flags.bits().cast_signed())
-        .open(path)
-        .map_err(failed)?;
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let opened = rustix::fs::open(path, flags, Mode::empty());
+    let mut file = File::from(opened.map_err(|e| failed(e.into()))?);
     check(path, &file)?;
     let mut text = Vec::with_capacity(TOKEN_MAX_BYTES + 1);
     Read::by_ref(&mut file)
@@ -221,7 +218,7 @@ mod tests {
         let missing = dir.path().join("missing");
         assert!(matches!(read(&missing), Err(TokenFileError::Io { .. })));
         let pipe = dir.path().join("pipe");
-        let mode = rustix::fs::Mode::from_raw_mode(0o600);
+        let mode = Mode::from_raw_mode(0o600);
         rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0).unwrap();
         assert!(matches!(read(&pipe), Err(TokenFileError::NotAFile { .. })));
     }

@@ -8,15 +8,19 @@ use std::error::Error;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use atlas_expert_fuzz::{NONCES, TOKEN};
 use expert_store::checkpoint;
 use expert_store::codec::{self, Sections};
 use expert_store::{BuildOptions, OpenOptions, Store};
 use expert_tier::replay::{SynthTrace, write_header, write_row};
+use expert_wire::auth::{AuthChallenge, AuthProof, AuthResponse, Token};
+use expert_wire::client::{Handshake, Protocol};
 use expert_wire::frame::{FrameKind, push_frame};
 use expert_wire::message::{
     CatalogueRequest, ChecksumReport, ClientHello, ErrorCode, ErrorFrame, ReadRequest, Role,
     SECTION_CHECKSUMS, ServerHello, Welcome,
 };
+use expert_wire::server::{Event, ServerSession};
 use expert_wire::v1::{self, Greeting, Manifest, V2Offer};
 use expert_wire::v1_verbs::{
     V1Endpoint, V1Rail, V1Region, encode_client_rails, encode_server_rails,
@@ -233,6 +237,12 @@ fn wire(seeds: &Seeds) -> Result {
         chunk: 3,
         epoch: 1,
     };
+    let challenge = AuthChallenge { nonce: [1; 32] };
+    let response = AuthResponse {
+        nonce: [2; 32],
+        mac: [3; 32],
+    };
+    let proof = AuthProof { mac: [4; 32] };
     let error = ErrorFrame::new(ErrorCode::NoSuchExpert, "layer 1 has 4 experts");
     let payloads: Vec<(&str, FrameKind, Vec<u8>)> = vec![
         ("client-hello", FrameKind::ClientHello, hello.encode()),
@@ -261,6 +271,13 @@ fn wire(seeds: &Seeds) -> Result {
         ("store-info", FrameKind::StoreInfo, Vec::new()),
         ("ping", FrameKind::Ping, vec![7; 64]),
         ("goodbye", FrameKind::Goodbye, Vec::new()),
+        (
+            "auth-challenge",
+            FrameKind::AuthChallenge,
+            challenge.encode(),
+        ),
+        ("auth-response", FrameKind::AuthResponse, response.encode()),
+        ("auth-proof", FrameKind::AuthProof, proof.encode()),
     ];
     let mut frames = Vec::new();
     let mut session = Vec::new();
@@ -275,6 +292,9 @@ fn wire(seeds: &Seeds) -> Result {
             FrameKind::RailsReply,
             FrameKind::RailOpened,
             FrameKind::Error,
+            FrameKind::AuthChallenge,
+            FrameKind::AuthResponse,
+            FrameKind::AuthProof,
         ];
         if !of_server.contains(kind) {
             push_frame(&mut session, *kind, id, payload);
@@ -369,7 +389,56 @@ fn wire(seeds: &Seeds) -> Result {
         seeds.put("wire_greeting", name, &greeting[4..])?;
         seeds.put("wire_client", name, [&[2][..], &greeting, &answer].concat())?;
     }
-    Ok(())
+    with_token(seeds, &welcome)
+}
+
+/// A session of both sides that know a token, as each hears it.
+fn with_token(seeds: &Seeds, welcome: &Welcome) -> Result {
+    let token = Token::from_text(TOKEN.to_vec())?;
+    let mut client = Handshake::new(7, Role::Stream, Protocol::V2).with_token(&token, NONCES[0]);
+    let mut server = ServerSession::with_token(7, &token, NONCES[1]);
+    let (mut from_client, mut from_server, mut heard) = (Vec::new(), Vec::new(), 0);
+    while client.wants() > 0 {
+        let said = client.take_transmit();
+        server.feed(&said);
+        from_client.extend(said);
+        while let Some(event) = server.poll_event() {
+            if matches!(event, Event::Hello(_)) {
+                server.accept(welcome);
+            }
+        }
+        from_server.append(server.output());
+        let end = heard + client.wants();
+        let now = from_server.get(heard..end).ok_or("the server stops")?;
+        client.handle(now)?;
+        heard = end;
+    }
+    let mut asking = from_client.clone();
+    push_frame(&mut asking, FrameKind::StoreInfo, 1, &[]);
+    // As below; the choice of v2, a stream and a token.
+    seeds.put(
+        "wire_server",
+        "token",
+        [&[9, 3, 0, 15, 40][..], &asking].concat(),
+    )?;
+    let hasty = &asking[..from_client.len() - 80];
+    let mut hasty = hasty.to_vec();
+    push_frame(&mut hasty, FrameKind::StoreInfo, 1, &[]);
+    seeds.put(
+        "wire_server",
+        "token-missing",
+        [&[9, 0][..], &hasty].concat(),
+    )?;
+    seeds.put(
+        "wire_client",
+        "token",
+        [&[1 | 4 | 64][..], &from_server].concat(),
+    )?;
+    seeds.put(
+        "wire_client",
+        "token-missing",
+        [&[1 | 4][..], &from_server].concat(),
+    )
 }
 
 fn rail() -> RailInfo {
