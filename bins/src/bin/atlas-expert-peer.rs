@@ -301,8 +301,10 @@ fn run(args: &Args) -> anyhow::Result<()> {
     }
     let stats = peer.stats();
     info!(
-        "ending: {} connections, {} requests, {} sent",
+        "ending: {} connections, {} turned away, {} unauthorized, {} requests, {} sent",
         stats.connections_accepted,
+        stats.connections_refused,
+        stats.auth_refused,
         stats.requests,
         output::human_bytes(stats.payload_bytes_sent)
     );

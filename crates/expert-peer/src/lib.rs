@@ -44,6 +44,7 @@ mod watch;
 
 pub use config::{Limits, PeerConfig, Transfer};
 pub use error::PeerError;
+pub use expert_wire::auth::Token;
 pub use net::{check_listen, raise_open_files_limit};
 pub use peer::Peer;
 pub use populate::{PopulateOptions, PopulateReport};

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::net::SendFlags;
 
 use crate::net::wait;
-use crate::shares::{NoTurn, Share};
+use crate::shares::{NoTurn, Share, TURN_BYTES};
 use crate::{FilePiece, Source, Transfer};
 
 /// Pieces up to this size are read and sent together with what surrounds them: below it the
@@ -259,7 +259,7 @@ impl<'a> Sender<'a> {
         let mut sent = 0;
         while sent < bytes {
             self.turn(None)?;
-            let count = (bytes - sent).min(self.share.left()) as usize;
+            let count = (bytes - sent).min(TURN_BYTES) as usize;
             let at = offset + sent;
             // The kernel moves the offset; what it reports as sent is what counts.
             let mut position = at;

@@ -2,7 +2,7 @@
 //!
 //! Each connection has a thread, and the system would give each thread its share: a client with
 //! sixty connections would get sixty times as much as one with one. So a connection sends only in
-//! its turn, of [`TURN_BYTES`] at most. There are a few more turns than processors, and while no
+//! its turn, of about [`TURN_BYTES`]. There are a few more turns than processors, and while no
 //! more connections than that want one, taking it costs a lock that nobody holds. When more do, the
 //! next turn goes to the address that has sent least, and of that to the client that has sent least.
 //! A connection that waits for its socket gives its turn back meanwhile.
@@ -22,8 +22,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, Thread};
 use std::time::Instant;
 
-/// Bytes of one turn: a READ of default size, a few hundred microseconds of copying.
-const TURN_BYTES: u64 = 1 << 20;
+/// Bytes of one turn, a READ of default size: a few hundred microseconds of copying. What is begun in
+/// it is ended, so that an answer with its header takes one turn: twice as much at most.
+pub(crate) const TURN_BYTES: u64 = 1 << 20;
 /// What a turn costs at least: small answers take time, too.
 const TURN_MIN_BYTES: u64 = 4 << 10;
 /// Fewest turns at once: some wait for a disk.
@@ -114,7 +115,7 @@ impl Shares {
     fn dispatch(&self, state: &mut State) {
         while state.turns < self.turns_max {
             let best = (0..state.waiting.len())
-                .filter(|&i| self.may_begin(state, &state.waiting[i]))
+                .filter(|&i| self.may_begin(state, state.waiting[i].name, state.waiting[i].begins))
                 .min_by_key(|&i| state.order(state.waiting[i].name));
             let Some(best) = best else { return };
             // Not `swap_remove`: of one client the first comes first.
@@ -126,16 +127,14 @@ impl Shares {
         }
     }
 
-    fn may_begin(&self, state: &State, waiting: &Waiting) -> bool {
-        let Some(bytes) = waiting.begins else {
+    fn may_begin(&self, state: &State, name: Name, begins: Option<u64>) -> bool {
+        let (Some(bytes), Some(client)) = (begins, state.client(name)) else {
             return true;
         };
-        let Some(client) = state.client(waiting.name) else {
-            return true;
-        };
+        let others = state.busy - usize::from(client.is_busy());
         client.answers == 0
             || client.under_way.saturating_add(bytes) <= self.client_bytes_max
-            || state.busy <= 1
+            || others == 0
     }
 }
 
@@ -277,12 +276,6 @@ impl<'a> Share<'a> {
         self.wait(None, deadline())
     }
 
-    /// Bytes left in this turn, one at least.
-    pub(crate) fn left(&self) -> u64 {
-        let used = self.turn.get().unwrap_or(0);
-        TURN_BYTES.saturating_sub(used).max(1)
-    }
-
     /// Bytes were sent in this turn.
     pub(crate) fn sent(&self, bytes: u64) {
         if let Some(used) = self.turn.get() {
@@ -320,6 +313,14 @@ impl<'a> Share<'a> {
 
     fn wait(&self, begins: Option<u64>, deadline: Instant) -> Result<(), NoTurn> {
         let name = self.name.get();
+        let mut state = self.shares.lock();
+        // The usual case: nobody waits, and nothing is allocated.
+        let is_free = state.turns < self.shares.turns_max && state.waiting.is_empty();
+        if is_free && self.shares.may_begin(&state, name, begins) {
+            state.grant(name, begins);
+            self.turn.set(Some(0));
+            return Ok(());
+        }
         let waiting = Waiting {
             name,
             begins,
@@ -327,7 +328,6 @@ impl<'a> Share<'a> {
             thread: thread::current(),
         };
         let granted = waiting.granted.clone();
-        let mut state = self.shares.lock();
         state.change(name, |client| client.waiting += 1);
         state.waiting.push(waiting);
         self.shares.dispatch(&mut state);

@@ -47,6 +47,7 @@ pub use config::{Class, Deadline, EngineConfig, OnFailure, Policy, Verify};
 pub use core::{BatchResult, Pending};
 pub use error::TierError;
 pub use eviction::{Eviction, EvictionPolicy};
+pub use expert_wire::auth::Token;
 pub use peers::Sources;
 pub use rails::uma::{IoMode, IoReport};
 pub use rails::verbs::{RailSlot, RailsWanted, VerbsOptions};
