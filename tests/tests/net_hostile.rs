@@ -12,7 +12,7 @@ use atlas_expert_tests::net::process::PeerProcess;
 use atlas_expert_tests::net::rig::{arena_for, assert_all_right, batch, patient};
 use atlas_expert_tests::net::{Random, SLACK, wait_until};
 use expert_store::Key;
-use expert_tier::{ExpertTier, RdmaTier};
+use expert_tier::{EngineConfig, ExpertTier, RdmaTier};
 use expert_wire::client::{Handshake, Outcome, Protocol};
 use expert_wire::frame::{FrameKind, push_frame};
 use expert_wire::message::{ReadRequest, Role};
@@ -237,6 +237,7 @@ fn two_thousand_hostile_connections_leave_a_good_client_its_share_and_the_peer_w
 
 fn connect_tier(peer: &PeerProcess, records: &Records) -> RdmaTier {
     let arena = arena_for(records, records.len() as u32);
-    let tier = patient().streams(2).connect(&peer.addr.to_string(), arena);
+    let builder = patient().streams(2).engine(EngineConfig::default());
+    let tier = builder.connect(&peer.addr.to_string(), arena);
     tier.expect("a tier")
 }
