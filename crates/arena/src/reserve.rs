@@ -2,6 +2,7 @@
 
 use crate::error::ArenaError;
 use crate::system::System;
+use std::path::Path;
 
 /// Bytes that stay free by default on a large machine. Machines whose memory is shared with a GPU freeze when all of
 /// it is locked; 8 GB is what a desktop and an inference engine's host side were seen to need.
@@ -28,7 +29,12 @@ pub struct SystemMemory {
 impl SystemMemory {
     /// The memory as it is now; `None` where the system does not say.
     pub fn now() -> Option<Self> {
-        let view = System::default().memory().ok()?;
+        Self::below(Path::new("/"))
+    }
+
+    /// The same, from the `proc` and `sys` below a folder: for tests that bring their own.
+    pub fn below(root: &Path) -> Option<Self> {
+        let view = System::at(root).memory().ok()?;
         Some(Self {
             total_bytes: view.total_bytes,
             available_bytes: view.available_bytes,
