@@ -48,7 +48,7 @@ pub use core::{BatchResult, Pending};
 pub use error::TierError;
 pub use eviction::{Eviction, EvictionPolicy};
 pub use expert_wire::auth::Token;
-pub use peers::Sources;
+pub use peers::{PeerLook, PeerRail, Sources};
 pub use rails::uma::{IoMode, IoReport};
 pub use rails::verbs::{RailSlot, RailsWanted, VerbsOptions};
 pub use record::Record;

@@ -152,7 +152,7 @@ impl<T: ExpertTier + ?Sized> ExpertTier for Box<T> {
 }
 
 /// How a tier is made; each method replaces a default.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct TierBuilder {
     pub(crate) engine: EngineConfig,
     pub(crate) verify: Verify,

@@ -36,7 +36,7 @@ use crate::rail::{Capabilities, Rail, RailEvent, RailKind, Read};
 use attempt::{Attempt, RailShared};
 pub(crate) use local::{OwnRail, find_rails};
 pub use options::{RailSlot, RailsWanted, VerbsOptions};
-pub(crate) use session::{V1Run, rails_of_peer};
+pub(crate) use session::{V1Run, endpoint, rails_of_peer};
 
 /// READs in flight on one queue pair: a window of records of 4 KiB.
 const POSTS_MAX: u32 = 1024;

@@ -229,7 +229,8 @@ pub(crate) fn rails_of_peer(
     Ok(addresses)
 }
 
-fn endpoint(rail: &RailInfo) -> Endpoint {
+/// A rail of the peer as pairing sees it.
+pub(crate) fn endpoint(rail: &RailInfo) -> Endpoint {
     match rail.link_layer {
         LINK_INFINIBAND => Endpoint::infiniband(Gid(rail.gid), rail.lid),
         _ => Endpoint::ethernet(Gid(rail.gid), rail.prefix_len),
