@@ -10,6 +10,7 @@ use expert_tier::TierError;
 pub mod args;
 pub mod bar;
 pub mod bench;
+pub mod doctor;
 pub mod extract;
 pub mod fetch;
 pub mod gate;
@@ -52,6 +53,7 @@ enum Command {
     Extract(extract::Args),
     Fetch(fetch::Args),
     Gate(gate::Args),
+    Doctor(doctor::Args),
     Synth(synth::Args),
     Sim(sim::Args),
     Bench(bench::Args),
@@ -97,6 +99,7 @@ pub fn main() -> ExitCode {
         Command::Extract(args) => extract::run(&args),
         Command::Fetch(args) => fetch::run(&args),
         Command::Gate(args) => gate::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
         Command::Synth(args) => synth::run(&args),
         Command::Sim(args) => sim::run(&args),
         Command::Bench(args) => bench::run(&args),

@@ -1,4 +1,4 @@
-//! Where records come from: the flags that `fetch` and `gate` share, and the tier that they describe.
+//! Where records come from: the flags that `fetch`, `gate` and `doctor` share, and the tier that they describe.
 
 mod uma;
 mod verbs;
@@ -15,8 +15,8 @@ use expert_store::info::{StoreInfo, parse_hex128};
 use expert_store::select::Selection;
 use expert_store::{OpenOptions, Store};
 use expert_tier::{
-    Deadline, EngineConfig, ExpertTier, OnFailure, Policy, Sources, TierBuilder, TierError, Verify,
-    env,
+    Deadline, EngineConfig, ExpertTier, OnFailure, Policy, Sources, TierBuilder, TierError,
+    VerbsOptions, Verify, env,
 };
 
 use super::args::TokenArgs;
@@ -148,6 +148,27 @@ pub struct How {
     pub quiet: bool,
 }
 
+/// The flags as they are, for a command that looks at all of them.
+#[derive(Debug)]
+pub struct Parts {
+    /// One-sided READs were asked for.
+    pub verbs_required: bool,
+    /// Rails and how they are used.
+    pub verbs: VerbsOptions,
+    /// Memory that must stay free.
+    pub reserve_bytes: Option<u64>,
+    /// Store on this machine.
+    pub store: Option<PathBuf>,
+    /// Stack of it.
+    pub stack: Option<String>,
+    /// `host:port` of each peer.
+    pub peers: Vec<String>,
+    /// How to connect to them, over TCP.
+    pub tier: TierBuilder,
+    /// Content to insist on.
+    pub expect_content_id: Option<u128>,
+}
+
 /// Makes an arena for what there is to fetch.
 pub type MakeArena<'a> = &'a mut dyn FnMut(&StoreInfo) -> anyhow::Result<Arc<ExpertArena>>;
 
@@ -175,8 +196,8 @@ impl SourceArgs {
     ///
     /// *Errors*: as [`ArenaBuilder::build`].
     pub fn build_arena(&self, mut builder: ArenaBuilder) -> anyhow::Result<Arc<ExpertArena>> {
-        if let Some(gb) = self.reserve_gb {
-            builder = builder.reserve_bytes(Some((gb.max(0.0) * 1e9) as u64));
+        if let Some(bytes) = self.reserve_bytes() {
+            builder = builder.reserve_bytes(Some(bytes));
         }
         Ok(Arc::new(builder.build()?))
     }
@@ -190,46 +211,8 @@ impl SourceArgs {
         cancel: &AtomicBool,
         make_arena: MakeArena<'_>,
     ) -> anyhow::Result<Box<dyn ExpertTier>> {
-        let expect = match &self.expect_content_id {
-            Some(text) => Some(
-                parse_hex128(text)
-                    .map_err(UsageError)
-                    .context("--expect-content-id")?,
-            ),
-            None => env::content_id()?,
-        };
-        let builder = TierBuilder::new()
-            .engine(EngineConfig {
-                window_bytes: self.window_kib << 10,
-                read_bytes: self.read_kib << 10,
-                // The arena bounds what is under way: its slots are all that is ever asked for.
-                inflight_max_bytes: u64::MAX,
-                policy: match self.policy {
-                    PolicyArg::HomeSteal => Policy::HomeSteal,
-                    PolicyArg::ExpertMod => Policy::ExpertMod,
-                    PolicyArg::Split => Policy::Split,
-                },
-                on_failure: match self.fail_fast {
-                    true => OnFailure::FailFast,
-                    false => OnFailure::Failover,
-                },
-                ..EngineConfig::default()
-            })
-            .verify(match self.verify {
-                VerifyArg::Always => Verify::Always,
-                VerifyArg::First => Verify::First,
-                VerifyArg::Off => Verify::Off,
-            })
-            .deadline(match how.deadline {
-                Some(base) => Deadline {
-                    base,
-                    floor_bytes_per_s: 0,
-                },
-                None => Deadline::default(),
-            })
-            .streams(self.streams)
-            .allow_missing(self.allow_missing)
-            .expect_content_id(expect);
+        let expect = self.expect()?;
+        let builder = self.builder(how, expect);
         let for_others = [
             (Backend::RdmaVerbs, self.verbs.given()),
             (Backend::Uma, self.uma.given()),
@@ -306,6 +289,82 @@ impl SourceArgs {
                 Box::new(builder.connect_sources(&sources, arena)?)
             }
         })
+    }
+
+    /// The content to insist on: the flag over the environment.
+    fn expect(&self) -> anyhow::Result<Option<u128>> {
+        Ok(match &self.expect_content_id {
+            Some(text) => Some(
+                parse_hex128(text)
+                    .map_err(UsageError)
+                    .context("--expect-content-id")?,
+            ),
+            None => env::content_id()?,
+        })
+    }
+
+    /// How a tier is made, whatever the backend.
+    fn builder(&self, how: &How, expect: Option<u128>) -> TierBuilder {
+        TierBuilder::new()
+            .engine(EngineConfig {
+                window_bytes: self.window_kib << 10,
+                read_bytes: self.read_kib << 10,
+                // The arena bounds what is under way: its slots are all that is ever asked for.
+                inflight_max_bytes: u64::MAX,
+                policy: match self.policy {
+                    PolicyArg::HomeSteal => Policy::HomeSteal,
+                    PolicyArg::ExpertMod => Policy::ExpertMod,
+                    PolicyArg::Split => Policy::Split,
+                },
+                on_failure: match self.fail_fast {
+                    true => OnFailure::FailFast,
+                    false => OnFailure::Failover,
+                },
+                ..EngineConfig::default()
+            })
+            .verify(match self.verify {
+                VerifyArg::Always => Verify::Always,
+                VerifyArg::First => Verify::First,
+                VerifyArg::Off => Verify::Off,
+            })
+            .deadline(match how.deadline {
+                Some(base) => Deadline {
+                    base,
+                    floor_bytes_per_s: 0,
+                },
+                None => Deadline::default(),
+            })
+            .streams(self.streams)
+            .allow_missing(self.allow_missing)
+            .expect_content_id(expect)
+    }
+
+    /// The same settings for a command that looks at all of them and opens no backend.
+    ///
+    /// *Errors*: flags or variables that cannot be read.
+    pub fn parts(&self) -> anyhow::Result<Parts> {
+        let expect = self.expect()?;
+        let peers = match &self.expert_peer {
+            Some(list) => Some(list.clone()),
+            None => env::peer()?,
+        };
+        Ok(Parts {
+            verbs_required: self.expert_backend == Backend::RdmaVerbs || self.verbs.wanted(),
+            verbs: self.verbs.options()?,
+            reserve_bytes: self.reserve_bytes(),
+            store: self.store.clone().or_else(|| self.local_store.clone()),
+            stack: self.stack.clone(),
+            peers: match peers {
+                Some(list) => Sources::of_peers(&list)?.peers,
+                None => Vec::new(),
+            },
+            tier: self.builder(&How::default(), expect),
+            expect_content_id: expect,
+        })
+    }
+
+    fn reserve_bytes(&self) -> Option<u64> {
+        self.reserve_gb.map(|gb| (gb.max(0.0) * 1e9) as u64)
     }
 
     /// Asks the peers what they serve; with `--wait`, again until one answers.

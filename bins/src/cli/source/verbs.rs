@@ -48,6 +48,11 @@ impl VerbsArgs {
         .find_map(|(given, name)| given.then_some(name))
     }
 
+    /// Whether a flag says that nothing else will do.
+    pub(super) fn wanted(&self) -> bool {
+        self.require_rdma || !self.rails.is_empty()
+    }
+
     /// Flags over environment over defaults.
     pub(super) fn options(&self) -> Result<VerbsOptions, TierError> {
         let mut options = env::verbs()?;
