@@ -2,6 +2,7 @@
 
 mod cable;
 mod contract;
+mod doctor;
 mod gate;
 mod growth;
 mod in_flight;
