@@ -358,7 +358,9 @@ impl SourceArgs {
                 Some(list) => Sources::of_peers(&list)?.peers,
                 None => Vec::new(),
             },
-            tier: self.builder(&How::default(), expect),
+            tier: self
+                .builder(&How::default(), expect)
+                .auth_token(self.token.token()?),
             expect_content_id: expect,
         })
     }

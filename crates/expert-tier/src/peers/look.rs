@@ -41,7 +41,8 @@ impl TierBuilder {
     /// sense, each within the connect time-out.
     pub fn look_at(&self, addr: &str) -> Result<PeerLook, TierError> {
         let limit = later(Instant::now(), self.connect_timeout);
-        let control = Control::new(addr, rand::random(), self.connect_timeout);
+        let token = self.auth_token.clone();
+        let control = Control::new(addr, rand::random(), token, self.connect_timeout);
         let welcome = match control.hello(self.protocol, limit)? {
             Outcome::V1(_) => {
                 return Ok(PeerLook {
