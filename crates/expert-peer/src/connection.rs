@@ -28,7 +28,7 @@ use crate::net::{self, Wake, wait};
 use crate::peer::Shared;
 use crate::send::{Answer, SendError, Sender};
 use crate::shares::Share;
-use crate::stats::add;
+use crate::stats::{Answering, add};
 use crate::{FilePiece, SourceError};
 
 use rails::Rails;
@@ -410,6 +410,7 @@ impl Driver<'_> {
         self.head.append(self.session.output());
         self.head.extend_from_slice(header);
         let counters = &self.shared.counters;
+        let answering = Answering::new(counters);
         let changed = |file: &&u32| self.epoch.check_file(**file, counters).is_err();
         let outcome = self.sender.answer(&Answer {
             head: &self.head,
@@ -421,6 +422,7 @@ impl Driver<'_> {
         self.sender.end();
         if outcome.is_ok() {
             add(&counters.payload_bytes, bytes);
+            answering.done();
         }
         match self.sent(outcome) {
             Ok(()) => Ok(Ok(())),

@@ -140,6 +140,14 @@ impl Epoch {
         }
     }
 
+    /// Files whose records are refused now.
+    pub(crate) fn refused_files(&self) -> usize {
+        self.revoked
+            .iter()
+            .filter(|revoked| revoked.load(Ordering::SeqCst))
+            .count()
+    }
+
     /// Looks at all files, by path too, and refuses those that changed.
     pub(crate) fn check_files(&self, counters: &Counters) {
         for (file, why) in self.source.changed_files() {

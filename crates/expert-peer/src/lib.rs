@@ -3,6 +3,7 @@
 //! * [`Peer::start`] listens and serves until [`Peer::shutdown`]; [`PeerConfig`] says what and how.
 //! * [`Source`] is what a peer needs of a store; `expert_store::Store` is one.
 //! * [`populate`] reads a store into the page cache.
+//! * [`StatusPages`] shows metrics, health and readiness over HTTP.
 //! * [`VerbsOptions`] makes the store's memory readable by RDMA, on all rails of the machine.
 //!
 //! Not here: the protocol (`expert_wire::server`), the store's formats (`expert_store`), the client.
@@ -29,6 +30,7 @@ mod connection;
 mod epoch;
 mod error;
 mod extents;
+mod metrics;
 mod net;
 mod peer;
 pub mod populate;
@@ -37,6 +39,7 @@ mod send;
 mod shares;
 mod source;
 mod stats;
+mod status;
 mod store;
 mod unreadable;
 mod verbs;
@@ -50,4 +53,5 @@ pub use peer::Peer;
 pub use populate::{PopulateOptions, PopulateReport};
 pub use source::{FilePiece, Source, SourceError};
 pub use stats::{PeerStats, RailStats};
+pub use status::{Monitor, StatusPages};
 pub use verbs::VerbsOptions;

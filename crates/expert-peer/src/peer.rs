@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,8 @@ use crate::connection::Connection;
 use crate::epoch::Epoch;
 use crate::net::{self, Wake};
 use crate::shares::Shares;
-use crate::stats::Counters;
+use crate::stats::{Counters, add};
+use crate::status::Monitor;
 use crate::verbs::{Served, Verbs};
 use crate::{PeerConfig, PeerError, PeerStats, VerbsOptions, accept, populate, watch};
 
@@ -49,6 +50,7 @@ pub(crate) struct Shared {
     connections: Mutex<HashMap<u64, Arc<Connection>>>,
     /// Acceptor and watcher.
     service_threads: AtomicU32,
+    pub(crate) watched: Heartbeat,
     // Field order is drop order: the store's memory and its queue pairs, then the rails.
     epoch: Mutex<Arc<Epoch>>,
     epoch_number: AtomicU32,
@@ -127,6 +129,7 @@ impl Peer {
             ended: Condvar::new(),
             connections: Mutex::new(HashMap::new()),
             service_threads: AtomicU32::new(0),
+            watched: Heartbeat::new(),
             epoch_number: AtomicU32::new(epoch.number),
             epoch: Mutex::new(Arc::new(epoch)),
             reload: Mutex::new(()),
@@ -176,15 +179,17 @@ impl Peer {
 
     /// Counters since the start.
     pub fn stats(&self) -> PeerStats {
-        let active = self.shared.connections().len() as u64;
-        let mut stats = self.shared.counters.snapshot(active);
-        stats.turns_waited = self.shared.shares.waited();
-        if let Some(verbs) = &self.shared.verbs {
-            let served = self.shared.epoch().served();
-            stats.rails = verbs.stats(served.as_deref());
-            stats.mapping = served.map(|s| s.mapping().to_owned());
-        }
-        stats
+        self.shared.stats()
+    }
+
+    /// A handle to ask how the peer does; it does not keep the peer alive.
+    pub fn monitor(&self) -> Monitor {
+        Monitor::new(Arc::downgrade(&self.shared))
+    }
+
+    /// Counts a store that could not even be opened, so that [`Self::reload`] was not called.
+    pub fn note_failed_reload(&self) {
+        add(&self.shared.counters.reloads_failed, 1);
     }
 
     /// Stops listening, lets answers on their way finish for half of `deadline`, cuts what is
@@ -278,6 +283,31 @@ impl fmt::Debug for Peer {
 }
 
 impl Shared {
+    pub(crate) fn stats(&self) -> PeerStats {
+        let active = self.connections().len() as u64;
+        let epoch = self.epoch();
+        let mut stats = self.counters.snapshot(active);
+        stats.files_refused = epoch.refused_files() as u64;
+        stats.epoch = epoch.number;
+        stats.turns_waited = self.shares.waited();
+        if let Some(verbs) = &self.verbs {
+            let served = epoch.served();
+            stats.rails = verbs.stats(served.as_deref());
+            stats.mapping = served.map(|s| s.mapping().to_owned());
+        }
+        stats
+    }
+
+    /// Whether [`Peer::reload`] runs now.
+    pub(crate) fn is_reloading(&self) -> bool {
+        matches!(self.reload.try_lock(), Err(TryLockError::WouldBlock))
+    }
+
+    /// Acceptor and watcher, while they run.
+    pub(crate) fn service_threads(&self) -> u32 {
+        self.service_threads.load(Ordering::SeqCst)
+    }
+
     pub(crate) fn epoch(&self) -> Arc<Epoch> {
         self.lock_epoch().clone()
     }
@@ -350,6 +380,32 @@ impl Drop for ServiceThread {
         let _connections = self.0.connections();
         self.0.service_threads.fetch_sub(1, Ordering::SeqCst);
         self.0.ended.notify_all();
+    }
+}
+
+/// When a thread last showed that it runs.
+pub(crate) struct Heartbeat {
+    start: Instant,
+    beat_ms: AtomicU64,
+}
+
+impl Heartbeat {
+    fn new() -> Self {
+        Self {
+            start: Instant::now(),
+            beat_ms: AtomicU64::new(0),
+        }
+    }
+
+    pub(crate) fn beat(&self) {
+        let now_ms = self.start.elapsed().as_millis() as u64;
+        self.beat_ms.store(now_ms, Ordering::Relaxed);
+    }
+
+    /// Time since the last beat.
+    pub(crate) fn age(&self) -> Duration {
+        let last = Duration::from_millis(self.beat_ms.load(Ordering::Relaxed));
+        self.start.elapsed().saturating_sub(last)
     }
 }
 

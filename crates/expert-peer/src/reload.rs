@@ -32,6 +32,11 @@ impl Peer {
     /// with; the old one stays.
     pub fn reload(&self, store: Arc<dyn Source>) -> Result<u32, PeerError> {
         let _one_at_a_time = self.shared.lock_reload();
+        self.reload_alone(store)
+            .inspect_err(|_| self.note_failed_reload())
+    }
+
+    fn reload_alone(&self, store: Arc<dyn Source>) -> Result<u32, PeerError> {
         let old = self.shared.epoch();
         // 0 is the value that no client was ever told.
         let number = old.number.checked_add(1).unwrap_or(1);

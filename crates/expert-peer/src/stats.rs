@@ -1,11 +1,13 @@
 //! What a peer has done so far.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Instant;
 
+use expert_metrics::{Buckets, Durations};
 use expert_wire::message::ErrorCode;
 
 /// One more than the largest error code on the wire.
-const CODES: usize = 16;
+pub(crate) const CODES: usize = 16;
 
 /// A rail of a peer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -51,6 +53,10 @@ pub struct PeerStats {
     pub requests: u64,
     /// Record bytes of answers that were sent whole.
     pub payload_bytes_sent: u64,
+    /// Answers with record bytes that are being sent now.
+    pub answers_active: u64,
+    /// How long answers with record bytes took, from the request to their last byte in the socket.
+    pub answer_times: Buckets,
     /// Answers that were broken off because a file changed, ended early or could not be read.
     pub replies_broken_off: u64,
     /// Error frames by code; codes that did not occur are left out.
@@ -59,8 +65,14 @@ pub struct PeerStats {
     pub checksum_reports: u64,
     /// Files of the store that were found changed.
     pub store_changes: u64,
+    /// Files of the store whose records are refused now.
+    pub files_refused: u64,
     /// Stores taken up after the first.
     pub reloads: u64,
+    /// Times that another store was to be taken up and was not.
+    pub reloads_failed: u64,
+    /// Number of the store served now.
+    pub epoch: u32,
     /// Rails, in the order that clients see; empty without verbs.
     pub rails: Vec<RailStats>,
     /// How the store's memory was made registrable, and why so; `None` without verbs.
@@ -83,6 +95,9 @@ pub(crate) struct Counters {
     pub(crate) checksum_reports: AtomicU64,
     pub(crate) store_changes: AtomicU64,
     pub(crate) reloads: AtomicU64,
+    pub(crate) reloads_failed: AtomicU64,
+    pub(crate) answering: AtomicU64,
+    pub(crate) answers: Durations,
     errors: [AtomicU64; CODES],
 }
 
@@ -108,6 +123,8 @@ impl Counters {
             connections_timed_out: load(&self.timed_out),
             requests: load(&self.requests),
             payload_bytes_sent: load(&self.payload_bytes),
+            answers_active: load(&self.answering),
+            answer_times: self.answers.snapshot(),
             replies_broken_off: load(&self.broken_off),
             errors: (1..CODES)
                 .filter(|&code| load(&self.errors[code]) > 0)
@@ -115,10 +132,40 @@ impl Counters {
                 .collect(),
             checksum_reports: load(&self.checksum_reports),
             store_changes: load(&self.store_changes),
+            files_refused: 0, // the store served now knows
             reloads: load(&self.reloads),
+            reloads_failed: load(&self.reloads_failed),
+            epoch: 0, // ... and its number
             rails: Vec::new(),
             mapping: None,
         }
+    }
+}
+
+/// Counts an answer from its request on, and as one under way as long as it lives.
+pub(crate) struct Answering<'a> {
+    counters: &'a Counters,
+    since: Instant,
+}
+
+impl<'a> Answering<'a> {
+    pub(crate) fn new(counters: &'a Counters) -> Self {
+        add(&counters.answering, 1);
+        Self {
+            counters,
+            since: Instant::now(),
+        }
+    }
+
+    /// It was sent whole.
+    pub(crate) fn done(self) {
+        self.counters.answers.record(self.since.elapsed());
+    }
+}
+
+impl Drop for Answering<'_> {
+    fn drop(&mut self) {
+        self.counters.answering.fetch_sub(1, Relaxed);
     }
 }
 

@@ -14,6 +14,7 @@ pub(crate) fn run(shared: &Arc<Shared>) {
     while !shared.stopping.load(Ordering::SeqCst) {
         let looked = Instant::now();
         look(shared);
+        shared.watched.beat();
         let next = Instant::now() + shared.config.restat_interval;
         let mut wakes = [shared.report_wake.poll_fd(), shared.stop_wake.poll_fd()];
         if wait(&mut wakes, Some(next)).unwrap_or(false) {

@@ -590,6 +590,7 @@ impl Run {
         snapshot.stats = self.engine.stats();
         for (stats, rail) in snapshot.stats.rails.iter_mut().zip(&self.rails) {
             stats.io = rail.io();
+            stats.registered_bytes = rail.registered_bytes();
         }
         snapshot.healthy = self.engine.is_healthy();
         snapshot.settled = self.engine.is_settled();

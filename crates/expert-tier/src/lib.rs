@@ -26,6 +26,7 @@ pub mod engine;
 pub mod env;
 pub mod error;
 pub mod eviction;
+pub mod metrics;
 pub mod mock;
 pub mod model;
 mod notify;

@@ -257,6 +257,10 @@ pub trait Rail: Send {
     fn cpu_time(&self) -> Duration {
         Duration::ZERO
     }
+    /// Bytes of the arena that its card may write to; 0 where it has none.
+    fn registered_bytes(&self) -> u64 {
+        0
+    }
     /// How it reads files, where it reads them many at once.
     fn io(&self) -> Option<IoReport> {
         None

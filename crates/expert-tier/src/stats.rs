@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use expert_metrics::Buckets;
 use serde::Serialize;
 
 use crate::attribution::{Limit, LimitCounts};
@@ -13,6 +14,7 @@ use crate::rails::uma::IoReport;
 pub struct Histogram {
     buckets: [u64; Self::BUCKETS],
     count: u64,
+    sum_us: u64,
 }
 
 impl Default for Histogram {
@@ -20,6 +22,7 @@ impl Default for Histogram {
         Self {
             buckets: [0; Self::BUCKETS],
             count: 0,
+            sum_us: 0,
         }
     }
 }
@@ -46,13 +49,21 @@ impl Histogram {
 
     /// Counts one duration.
     pub fn record(&mut self, duration: Duration) {
-        self.buckets[Self::bucket(duration.as_micros() as u64)] += 1;
+        let us = duration.as_micros() as u64;
+        self.buckets[Self::bucket(us)] += 1;
         self.count += 1;
+        self.sum_us = self.sum_us.saturating_add(us);
     }
 
     /// Number of durations counted.
     pub fn count(&self) -> u64 {
         self.count
+    }
+
+    /// The same in the buckets of a metrics page, which end at powers of two.
+    pub fn buckets(&self) -> Buckets {
+        let ends = (0..Self::BUCKETS).map(Self::upper_us);
+        Buckets::from_counts(ends.zip(self.buckets), self.sum_us)
     }
 
     /// The duration below which a share of all lies (0.5 = median), microseconds; 0 when empty.
@@ -119,9 +130,14 @@ pub struct RailStats {
     pub latency_p50_us: u64,
     /// 99th percentile of the same.
     pub latency_p99_us: u64,
+    /// All times from post to completion.
+    #[serde(skip)]
+    pub latency: Histogram,
     /// Time that its own threads ran or waited for a processor, microseconds; 0 where it has none,
     /// or does not know.
     pub cpu_us: u64,
+    /// Bytes of the arena that its card may write to; 0 where it has none.
+    pub registered_bytes: u64,
     /// How files are read, where it reads files many at once.
     pub io: Option<IoReport>,
 }
@@ -167,11 +183,15 @@ impl From<&Histogram> for Percentiles {
 
 /// Where the time of all requests went.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct RequestTimes {
-    pub(crate) queue: Histogram,
-    pub(crate) wire: Histogram,
-    pub(crate) verify: Histogram,
-    pub(crate) total: Histogram,
+pub struct RequestTimes {
+    /// From submission to the first READ posted.
+    pub queue: Histogram,
+    /// From the first READ posted to the end.
+    pub wire: Histogram,
+    /// In which checksums were compared.
+    pub verify: Histogram,
+    /// From submission to the end.
+    pub total: Histogram,
 }
 
 /// A tier's numbers at one moment.
@@ -211,6 +231,9 @@ pub struct TierStats {
     pub verify: Percentiles,
     /// Per request, from submission to the end.
     pub total: Percentiles,
+    /// All of the four.
+    #[serde(skip)]
+    pub times: RequestTimes,
 }
 
 #[cfg(test)]
@@ -225,6 +248,21 @@ mod tests {
             histogram.record(Duration::from_micros(us));
             let got = histogram.percentile_us(0.5);
             prop_assert!(got >= us && got <= us + us / 4 + 1, "{us} {got}");
+        }
+    }
+
+    #[test]
+    fn buckets_hold_what_was_recorded_below_the_next_power_of_two() {
+        let mut histogram = Histogram::default();
+        for us in [10, 100, 100, 5000] {
+            histogram.record(Duration::from_micros(us));
+        }
+        let buckets = histogram.buckets();
+        assert_eq!(buckets.sum(), Duration::from_micros(5210));
+        for (end, below) in buckets.cumulative() {
+            let want = [10e-6, 100e-6, 100e-6, 5000e-6].iter();
+            let want = want.filter(|seconds| **seconds < end).count();
+            assert_eq!(below, want as u64, "below {end} s");
         }
     }
 

@@ -559,3 +559,54 @@ fn queue_pairs_and_read_depth_of_one_client_are_bounded_over_its_connections() {
     });
     assert_eq!(qps(&knobs), 6);
 }
+
+#[test]
+fn pages_tell_a_start_a_reload_and_the_end() {
+    let pages = crate::StatusPages::new();
+    let status = |path: &str| pages.get(path).map(|reply| reply.status);
+    assert_eq!(status("/readyz"), Some(503));
+    assert_eq!(status("/healthz"), Some(200));
+    assert_eq!(status("/other"), None);
+    let (peer, _knobs) = start(&Arc::new(TempSource::contiguous(1, 4096)));
+    pages.watch(&peer);
+    assert_eq!(status("/readyz"), Some(200));
+    assert_eq!(status("/healthz"), Some(200));
+    let reload = peer.shared.lock_reload();
+    let reply = pages.get("/readyz").unwrap();
+    assert_eq!(reply.status, 503);
+    assert!(reply.body.starts_with("reloading"), "{}", reply.body);
+    assert_eq!(status("/healthz"), Some(200));
+    drop(reload);
+    assert_eq!(status("/readyz"), Some(200));
+    let registered = "atlas_expert_peer_rail_registered_bytes{rail=\"fake0\"} ";
+    let body = pages.get("/metrics").unwrap().body;
+    assert!(body.contains("atlas_expert_peer_ready 1\n"), "{body}");
+    assert!(body.contains(registered), "{body}");
+    peer.shared.stopping.store(true, Ordering::SeqCst);
+    let reply = pages.get("/readyz").unwrap();
+    assert!(reply.status == 503 && reply.body.starts_with("draining"));
+    drop(peer);
+    assert_eq!(status("/readyz"), Some(503));
+    assert_eq!(status("/healthz"), Some(503));
+    let body = pages.get("/metrics").unwrap().body;
+    assert!(body.contains("atlas_expert_peer_ready 0\n"), "{body}");
+}
+
+#[test]
+fn failed_reload_is_counted_and_the_page_shows_it() {
+    let source = Arc::new(TempSource::contiguous(1, 4096));
+    let knobs: Arc<Knobs> = Arc::default();
+    let limited = VerbsOptions {
+        max_blade_bytes: Some(source.contents.iter().map(|c| c.len() as u64).sum()),
+        ..options()
+    };
+    let peer = try_start(&source, &knobs, limited).unwrap();
+    peer.reload(Arc::new(TempSource::contiguous(4, 8192)))
+        .unwrap_err();
+    peer.note_failed_reload();
+    let stats = peer.stats();
+    assert_eq!(
+        (stats.reloads, stats.reloads_failed, stats.epoch),
+        (0, 2, 1)
+    );
+}

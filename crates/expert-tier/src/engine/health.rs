@@ -375,8 +375,10 @@ impl RailBook {
             in_flight_bytes: self.outstanding_bytes,
             latency_p50_us: self.latency.percentile_us(0.5),
             latency_p99_us: self.latency.percentile_us(0.99),
+            latency: self.latency.clone(),
             cpu_us: self.time.cpu_us(),
-            io: None, // the rail knows
+            registered_bytes: 0, // the rail knows, and the next one
+            io: None,
         }
     }
 }

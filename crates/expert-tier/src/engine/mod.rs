@@ -423,6 +423,7 @@ impl Engine {
             wire: Percentiles::from(&self.times.wire),
             verify: Percentiles::from(&self.times.verify),
             total: Percentiles::from(&self.times.total),
+            times: self.times.clone(),
         }
     }
 

@@ -153,6 +153,10 @@ impl Rail for VerbsRail {
         }
     }
 
+    fn registered_bytes(&self) -> u64 {
+        self.config.local().landing().registered_bytes()
+    }
+
     fn progress_bytes(&self) -> u64 {
         let posted = self.attempt.as_ref().map_or(0, |a| a.progress_bytes());
         self.shared.landed_bytes() + posted
