@@ -1,26 +1,29 @@
 //! Serves an expert store to model servers; see `atlas-expert-peer --help`.
 #![forbid(unsafe_code)]
 
-use std::io::{IsTerminal, Write};
+use std::io::{ErrorKind, IsTerminal, Write};
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::Context;
-use atlas_expert::cli::args::{MovedArgs, SelectArgs, StackArgs};
+use atlas_expert::cli::peer_args::{PeerArgs, RdmaArg};
 use atlas_expert::cli::{self, bar, output, signals};
 use atlas_rdma::choose::{ChooseError, RAILS_MAX, RailSpec, RailSpecError, Wanted};
 use clap::Parser;
+use expert_metrics::http;
 use expert_peer::populate::ProgressFn;
-use expert_peer::{Peer, PeerConfig, PeerError, PopulateOptions, Source, Transfer, VerbsOptions};
+use expert_peer::{
+    Peer, PeerConfig, PeerError, PopulateOptions, Source, StatusPages, VerbsOptions,
+};
 use expert_store::info::{StoreKind, hex128};
 use expert_store::token_file;
 use expert_store::{OpenOptions, Store, StoreError};
 use expert_wire::auth::Token;
 use rustix::rand::GetRandomFlags;
+use sd_notify::NotifyState;
 use serde_json::json;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -29,192 +32,10 @@ use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum TransferArg {
-    /// `copy` to clients on this machine, `sendfile` to others
-    Auto,
-    /// Straight from the page cache
-    Sendfile,
-    /// Through a buffer
-    Copy,
-}
-
-impl From<TransferArg> for Transfer {
-    fn from(arg: TransferArg) -> Self {
-        match arg {
-            TransferArg::Auto => Self::Auto,
-            TransferArg::Sendfile => Self::Sendfile,
-            TransferArg::Copy => Self::Copy,
-        }
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum RdmaArg {
-    /// On every active RDMA port, where the machine has one and the store fits into memory; else a warning says why not
-    Auto,
-    /// TCP alone
-    Off,
-    /// As `auto`, but fail where that does not work
-    Require,
-}
-
-/// Serves the expert weights of a Mixture-of-Experts model to model servers on the same network.
-///
-/// PATH is a store, a checkpoint folder with safetensors files, a GGUF file (of a split one: its first part), or a v1
-/// store. Nothing is copied: records are sent from the files where they lie.
-///
-/// Clients verify what they get against checksums. A store carries them; for a bare checkpoint they are computed at the
-/// start, which reads all of it once (`atlas-expert index` keeps them for the next time).
-#[derive(Debug, Parser)]
-#[command(name = "atlas-expert-peer", version, max_term_width = 110, after_help = AFTER_HELP)]
-struct Args {
-    /// Store or checkpoint to serve
-    #[arg(long, value_name = "PATH")]
-    store: PathBuf,
-    /// Address to listen on; may be given several times; port 0 lets the system choose
-    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:9909")]
-    listen: Vec<String>,
-    /// Listen beyond loopback without a token: whoever reaches the port can read the weights
-    #[arg(long, conflicts_with = "auth_token_file")]
-    allow_anonymous: bool,
-    /// Serve only clients that know the token in this file, which must be readable by this user alone: at least 16
-    /// bytes that nobody can guess. v1 clients cannot be served then
-    #[arg(long, value_name = "FILE")]
-    auth_token_file: Option<PathBuf>,
-    /// Make that file where there is none, with 32 random bytes
-    #[arg(long, requires = "auth_token_file")]
-    create_auth_token: bool,
-    #[command(flatten)]
-    stack: StackArgs,
-    #[command(flatten)]
-    select: SelectArgs,
-    #[command(flatten)]
-    moved: MovedArgs,
-    /// Do not compute checksums for a bare checkpoint: a quick start, but clients cannot verify anything
-    #[arg(long)]
-    no_checksums: bool,
-    /// Read the store into memory before listening; this is the default, and skipped for a store above 80 % of
-    /// the available memory
-    #[arg(long, overrides_with = "no_populate")]
-    populate: bool,
-    /// Listen at once and read from disk what is asked for
-    #[arg(long)]
-    no_populate: bool,
-    /// Threads that hash and read at the start; default: one (hashing) or two (reading) per CPU
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
-    threads: Option<u16>,
-    /// Connections at once; more are told to come back later
-    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65_536))]
-    max_connections: u32,
-    /// Connections at once from one address
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=65_536))]
-    max_connections_per_address: u32,
-    /// Connections at once that have not said who they are; default: half of --max-connections
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
-    max_handshakes: Option<u32>,
-    /// Bytes of answers under way to one client while another wants some, too, over all its connections, in KiB; one
-    /// answer is always under way
-    #[arg(long, value_name = "KIB", default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..))]
-    client_window_kib: u32,
-    /// Time for a client to say what it is
-    #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=3600))]
-    handshake_timeout: u16,
-    /// Time from the first byte of a request to its last
-    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u16).range(1..=3600))]
-    request_timeout: u16,
-    /// Time between probes of a connection without traffic; three unanswered ones end it
-    #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=3600))]
-    keepalive: u16,
-    /// Time without progress after which a client that does not read is hung up
-    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u16).range(1..=3600))]
-    send_timeout: u16,
-    /// Time between looks at the store's files
-    #[arg(long, value_name = "MILLISECONDS", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(10..=3_600_000))]
-    restat_interval: u32,
-    /// How bytes get from files into sockets
-    #[arg(long, value_enum, default_value_t = TransferArg::Auto)]
-    transfer: TransferArg,
-    /// Whether model servers may read the store by one-sided RDMA READs, past this machine's CPU: the store is then
-    /// registered, which pins all of it in memory; `require` where --rail or --rdma-dev is given [default: auto]
-    #[arg(long, value_enum, value_name = "WHEN")]
-    rdma: Option<RdmaArg>,
-    /// RDMA port to use, and index of its GID (by default looked up by type and address at each connect); may be given
-    /// several times, in the order of the rails
-    #[arg(long, value_name = "DEV[:PORT[:GID]]")]
-    rail: Vec<RailSpec>,
-    /// The one RDMA device to use, as v1 tools spell it
-    #[arg(long, value_name = "DEV", conflicts_with = "rail")]
-    rdma_dev: Option<String>,
-    /// Index of its GID; default: looked up by type and address at each connect
-    #[arg(long, value_name = "INDEX", requires = "rdma_dev")]
-    rdma_gid: Option<u32>,
-    /// Where the kernel refuses to register read-only file mappings (before 6.2), map the files read-write instead of
-    /// copying them: saves memory, but the kernel writes every page back to the disk and sets the files' times anew
-    #[arg(long)]
-    allow_rw_map: bool,
-    /// Memory that registering may pin, counted once for all rails, in GB (10^9 bytes); default: no limit of its own
-    #[arg(long, value_name = "GB", value_parser = parse_gb)]
-    max_blade_gb: Option<u64>,
-    /// Memory that must stay available after registering, in GB (10^9 bytes); default: the larger of 8 GB and 8 %, and
-    /// for stores below 1 GiB at most a quarter of the memory
-    #[arg(long, value_name = "GB", value_parser = parse_gb)]
-    reserve_gb: Option<u64>,
-    /// Queue pairs that one connection may have on one rail
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=16))]
-    qps_per_rail: u8,
-    /// Queue pairs that one address may have, over all its connections and rails
-    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65_536))]
-    qps_per_client: u32,
-    /// READs under way at once on one queue pair, where the device can do more
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u8).range(1..))]
-    read_depth: u8,
-    /// Index in the RDMA ports' tables of partition keys
-    #[arg(long, value_name = "INDEX", default_value_t = 0)]
-    pkey_index: u16,
-    /// Time for clients to leave the old store's memory when SIGHUP loads another
-    #[arg(long, value_name = "MILLISECONDS", default_value_t = 500, value_parser = clap::value_parser!(u32).range(0..=600_000))]
-    reload_grace: u32,
-    /// Time for answers on their way when the peer is told to end
-    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u16).range(1..=3600))]
-    shutdown_timeout: u16,
-    /// Print one line of JSON when ready, for programs
-    #[arg(long)]
-    json: bool,
-    /// No reports of progress
-    #[arg(short, long)]
-    quiet: bool,
-}
-
-const AFTER_HELP: &str = "\
-Signals: SIGTERM and SIGINT end the peer; SIGHUP loads the store again from the same path and tells the clients.
-Environment: ATLAS_LOG (or RUST_LOG) chooses what is logged to standard error: `warn`, or `info,expert_peer=debug`.
-Exit codes: 0 ended by a signal, 1 failed or bad data, 2 wrong usage.
-
-Examples:
-  atlas-expert-peer --store /models/Qwen3-30B-A3B --listen 192.168.100.2:9909 --auth-token-file peer.token --create-auth-token
-  atlas-expert-peer --store /models/Qwen3-30B-A3B --listen 192.168.100.2:9909 --allow-anonymous --rail mlx5_0 --rail mlx5_1";
-
-/// Gigabytes as bytes.
-fn parse_gb(text: &str) -> Result<u64, String> {
-    let gb: f64 = text
-        .parse()
-        .map_err(|_| "write a number, such as 120 or 0.5".to_owned())?;
-    let bytes = gb * 1e9;
-    match (0.0..=1e18).contains(&bytes) {
-        true => Ok(bytes as u64),
-        false => Err("write a number from 0 to 1000000000".into()),
-    }
-}
-
 fn main() -> ExitCode {
-    let args = match Args::try_parse() {
+    let args = match PeerArgs::try_parse() {
         Ok(args) => args,
-        Err(e) => {
-            // Help that nobody reads (`| head`) is no failure.
-            let _ = e.print();
-            return ExitCode::from(u8::try_from(e.exit_code()).unwrap_or(2));
-        }
+        Err(e) => return cli::no_command("atlas-expert-peer", &e),
     };
     let outcome = log_to_stderr().and_then(|()| run(&args));
     match outcome {
@@ -260,7 +81,7 @@ fn log_to_stderr() -> anyhow::Result<()> {
     Ok(())
 }
 
-fn run(args: &Args) -> anyhow::Result<()> {
+fn run(args: &PeerArgs) -> anyhow::Result<()> {
     // Before anything that takes time, so that no signal is lost.
     let mut signals =
         Signals::new([SIGTERM, SIGINT, SIGHUP]).context("installing signal handlers")?;
@@ -272,6 +93,8 @@ fn run(args: &Args) -> anyhow::Result<()> {
     let may_be_open = args.allow_anonymous || args.auth_token_file.is_some();
     expert_peer::check_listen(&args.listen, may_be_open)?;
     let token = token(args)?;
+    let pages = StatusPages::new();
+    let status = status_server(args, &pages)?;
     let started = open(args, &options).and_then(|store| {
         let mut config = config(args, store.clone(), &cancel);
         config.verbs = verbs;
@@ -284,7 +107,9 @@ fn run(args: &Args) -> anyhow::Result<()> {
         Err(e) if cancel.load(Ordering::SeqCst) && is_interrupt(&e) => return Ok(()),
         other => other?,
     };
-    announce(args, &store, &peer)?;
+    pages.watch(&peer);
+    announce(args, &store, &peer, status.as_ref())?;
+    tell_systemd(NotifyState::Ready);
     for signal in signals.forever() {
         if signal != SIGHUP {
             break;
@@ -299,6 +124,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
             Err(e) => error!("{}; serving what was there before", cli::one_line(&e)),
         }
     }
+    tell_systemd(NotifyState::Stopping);
     let stats = peer.stats();
     info!(
         "ending: {} connections, {} turned away, {} unauthorized, {} requests, {} sent",
@@ -315,7 +141,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// What clients have to know, made first where that was asked for.
-fn token(args: &Args) -> anyhow::Result<Option<Token>> {
+fn token(args: &PeerArgs) -> anyhow::Result<Option<Token>> {
     let Some(path) = &args.auth_token_file else {
         return Ok(None);
     };
@@ -331,12 +157,45 @@ fn token(args: &Args) -> anyhow::Result<Option<Token>> {
     Ok(Some(token_file::read(path)?))
 }
 
+/// The pages of `--metrics`; they are there from before the store is opened.
+fn status_server(
+    args: &PeerArgs,
+    pages: &Arc<StatusPages>,
+) -> anyhow::Result<Option<http::Server>> {
+    let Some(address) = &args.metrics else {
+        return Ok(None);
+    };
+    let pages = pages.clone();
+    match http::Server::start(address, Arc::new(move |path: &str| pages.get(path))) {
+        Ok(server) => {
+            let at = server.local_addr();
+            info!("metrics on http://{at}/metrics");
+            if !at.ip().to_canonical().is_loopback() {
+                warn!("whoever reaches {at} can read the metrics: there is no authentication");
+            }
+            Ok(Some(server))
+        }
+        Err(e) if e.kind() == ErrorKind::InvalidInput => {
+            let why = format!("--metrics {address}: {e}; write HOST:PORT, or a port alone");
+            Err(cli::UsageError(why).into())
+        }
+        Err(e) => Err(e).with_context(|| format!("listening on {address} (--metrics)")),
+    }
+}
+
+/// Tells the service manager, where one waits for it; else does nothing.
+fn tell_systemd(state: NotifyState<'_>) {
+    if let Err(e) = sd_notify::notify(&[state]) {
+        warn!("telling systemd: {e}");
+    }
+}
+
 fn is_interrupt(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(StoreError::Interrupted))
         || matches!(error.downcast_ref(), Some(PeerError::Interrupted))
 }
 
-fn open_options(args: &Args, cancel: &Arc<AtomicBool>) -> anyhow::Result<OpenOptions> {
+fn open_options(args: &PeerArgs, cancel: &Arc<AtomicBool>) -> anyhow::Result<OpenOptions> {
     Ok(OpenOptions {
         checksums: !args.no_checksums,
         threads: args.threads.map_or(0, usize::from),
@@ -347,7 +206,7 @@ fn open_options(args: &Args, cancel: &Arc<AtomicBool>) -> anyhow::Result<OpenOpt
     })
 }
 
-fn open(args: &Args, options: &OpenOptions) -> anyhow::Result<Arc<Store>> {
+fn open(args: &PeerArgs, options: &OpenOptions) -> anyhow::Result<Arc<Store>> {
     let store = Store::open(&args.store, options)?;
     for warning in store.warnings() {
         warn!("{warning}");
@@ -355,13 +214,13 @@ fn open(args: &Args, options: &OpenOptions) -> anyhow::Result<Arc<Store>> {
     Ok(Arc::new(store))
 }
 
-fn reload(args: &Args, options: &OpenOptions, peer: &Peer) -> anyhow::Result<Arc<Store>> {
-    let store = open(args, options)?;
+fn reload(args: &PeerArgs, options: &OpenOptions, peer: &Peer) -> anyhow::Result<Arc<Store>> {
+    let store = open(args, options).inspect_err(|_| peer.note_failed_reload())?;
     peer.reload(store.clone())?;
     Ok(store)
 }
 
-fn config(args: &Args, store: Arc<Store>, cancel: &Arc<AtomicBool>) -> PeerConfig {
+fn config(args: &PeerArgs, store: Arc<Store>, cancel: &Arc<AtomicBool>) -> PeerConfig {
     let mut config = PeerConfig::new(store);
     config.listen.clone_from(&args.listen);
     config.allow_anonymous = args.allow_anonymous;
@@ -387,7 +246,7 @@ fn config(args: &Args, store: Arc<Store>, cancel: &Arc<AtomicBool>) -> PeerConfi
 }
 
 /// What the flags say about RDMA; `None` for TCP alone.
-fn verbs(args: &Args, cancel: &Arc<AtomicBool>) -> anyhow::Result<Option<VerbsOptions>> {
+fn verbs(args: &PeerArgs, cancel: &Arc<AtomicBool>) -> anyhow::Result<Option<VerbsOptions>> {
     let mut rails = args.rail.clone();
     if let Some(device) = &args.rdma_dev {
         // Read as any other rail, but a colon belongs to no name.
@@ -438,7 +297,12 @@ fn log_progress(done: u64, total: u64) {
 }
 
 /// Tells on standard output that the peer is ready, and what a client needs.
-fn announce(args: &Args, store: &Store, peer: &Peer) -> anyhow::Result<()> {
+fn announce(
+    args: &PeerArgs,
+    store: &Store,
+    peer: &Peer,
+    status: Option<&http::Server>,
+) -> anyhow::Result<()> {
     let (mut records, mut bytes) = (0u64, 0u64);
     store.for_each_record(&mut |_, image_bytes| {
         records += 1;
@@ -451,6 +315,7 @@ fn announce(args: &Args, store: &Store, peer: &Peer) -> anyhow::Result<()> {
         let line = json!({
             "listening": reachable.first(),
             "addresses": reachable,
+            "metrics": status.map(|s| s.local_addr().to_string()),
             "pid": std::process::id(),
             "store": args.store,
             "kind": info.kind,

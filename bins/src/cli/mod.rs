@@ -1,6 +1,6 @@
 //! The command line of `atlas-expert`: one module per subcommand, and what they share.
 
-use std::io::{IsTerminal, Write};
+use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -16,9 +16,11 @@ pub mod fetch;
 pub mod gate;
 pub mod index;
 pub mod inspect;
+pub mod manual;
 mod new_file;
 pub mod output;
 pub mod pack;
+pub mod peer_args;
 pub mod replay;
 pub mod report;
 pub mod signals;
@@ -29,6 +31,7 @@ pub mod synth;
 pub mod synth_trace;
 pub mod unpack;
 pub mod verify;
+pub mod version;
 
 /// Tools for expert stores: the expert weights of Mixture-of-Experts checkpoints, served to another machine.
 ///
@@ -59,6 +62,8 @@ enum Command {
     Bench(bench::Args),
     Replay(replay::Args),
     SynthTrace(synth_trace::Args),
+    Completions(manual::CompletionsArgs),
+    Man(manual::ManArgs),
 }
 
 /// An error of the person at the keyboard: exit code 2.
@@ -77,11 +82,7 @@ impl std::error::Error for UsageError {}
 pub fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(e) => {
-            // Help that nobody reads (`| head`) is no failure.
-            let _ = e.print();
-            return ExitCode::from(u8::try_from(e.exit_code()).unwrap_or(2));
-        }
+        Err(e) => return no_command("atlas-expert", &e),
     };
     tracing_subscriber::fmt()
         .with_max_level(tracing::Level::WARN)
@@ -105,6 +106,8 @@ pub fn main() -> ExitCode {
         Command::Bench(args) => bench::run(&args),
         Command::Replay(args) => replay::run(&args),
         Command::SynthTrace(args) => synth_trace::run(&args),
+        Command::Completions(args) => manual::completions(&args),
+        Command::Man(args) => manual::run(&args),
     };
     match result {
         Ok(code) => code,
@@ -113,6 +116,18 @@ pub fn main() -> ExitCode {
             ExitCode::from(exit_code(&e))
         }
     }
+}
+
+/// What a program does that was given no work: help, its version, or what was wrong.
+pub fn no_command(program: &str, e: &clap::Error) -> ExitCode {
+    // Help that nobody reads (`| head`) is no failure.
+    let _ = match e.kind() {
+        clap::error::ErrorKind::DisplayVersion => {
+            io::stdout().write_all(version::text(program).as_bytes())
+        }
+        _ => e.print(),
+    };
+    ExitCode::from(u8::try_from(e.exit_code()).unwrap_or(2))
 }
 
 /// 2 where the command was wrong, 1 where the work failed.
