@@ -9,12 +9,12 @@ CARGO ?= cargo
 LOCKED ?= --locked
 # Size of the demo's checkpoint in megabytes.
 DEMO_MB ?= 1050
-SCRIPTS := scripts/bootstrap scripts/demo scripts/kernels scripts/fuzz-smoke scripts/sanitize .ci/run \
+SCRIPTS := scripts/bootstrap scripts/demo scripts/kernels scripts/fuzz-smoke scripts/sanitize scripts/check-service .ci/run \
     $(addprefix tests/kernel/,boot counters initramfs net on-peer run)
 
 export DEMO_MB LOCKED
 
-.PHONY: help demo test test-long check fmt-check clippy doc deny scripts-check bench kernel-test fuzz-smoke sanitize fixtures clean bootstrap
+.PHONY: help demo test test-long check fmt-check clippy doc deny scripts-check service-check bench kernel-test fuzz-smoke sanitize fixtures clean bootstrap
 
 help:
 	@echo "make demo         build, synthesise a checkpoint, serve it, fetch it, prove every byte (DEMO_MB=$(DEMO_MB))"
@@ -45,7 +45,7 @@ test-long: bootstrap
 	CARGO_INCREMENTAL=0 $(CARGO) test $(LOCKED) -p atlas-expert-tests --test 'streamer_*' -- \
 	    --ignored --nocapture --test-threads 1 long_
 
-check: fmt-check scripts-check clippy doc deny
+check: fmt-check scripts-check service-check clippy doc deny
 
 fmt-check:
 	$(CARGO) fmt --all --check
@@ -62,6 +62,9 @@ scripts-check: bootstrap
 	done
 	@if command -v shellcheck >/dev/null 2>&1; then shellcheck $(SCRIPTS); \
 	 else echo "check: shellcheck is not installed, the scripts' syntax alone was checked"; fi
+
+service-check:
+	@scripts/check-service
 
 deny:
 	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny --all-features check; \
