@@ -101,7 +101,9 @@ fn peer_whose_reads_do_not_pass_from_the_start_is_used_by_tcp_and_it_is_said() -
     let report = output.json();
     ensure!(report["verified"] == true, "{report:#}");
     ensure!(
-        output.stderr.contains("records go over others until one does"),
+        output
+            .stderr
+            .contains("records go over others until one does"),
         "{}",
         output.stderr
     );
