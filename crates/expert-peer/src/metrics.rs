@@ -60,6 +60,21 @@ pub(crate) fn add(page: &mut Page, stats: &PeerStats) {
         stats.connections_refused,
     );
     counter(
+        "atlas_expert_peer_auth_refused_total",
+        "Clients that did not prove that they know the token.",
+        stats.auth_refused,
+    );
+    counter(
+        "atlas_expert_peer_queue_pairs_refused_total",
+        "Rails that were not opened because their client had too many queue pairs.",
+        stats.qps_refused,
+    );
+    counter(
+        "atlas_expert_peer_turns_waited_total",
+        "Turns to send that had to be waited for.",
+        stats.turns_waited,
+    );
+    counter(
         "atlas_expert_peer_connections_timed_out_total",
         "Connections that ended because a deadline passed.",
         stats.connections_timed_out,
