@@ -256,6 +256,16 @@ fn verbs_node(device: *mut ibv_device) -> String {
 }
 
 fn open_failed(device: String, node: &str, errno: i32) -> RdmaError {
+    // Where it may not open the file that it was told of, the library looks for another one, and
+    // what it says in the end is that there is none.
+    let refused = std::fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(node);
+    let errno = match refused.err().and_then(|e| e.raw_os_error()) {
+        Some(refused @ (libc::EACCES | libc::EPERM)) => refused,
+        _ => errno,
+    };
     let source = os(errno);
     match errno {
         libc::EACCES | libc::EPERM => RdmaError::Permission {
