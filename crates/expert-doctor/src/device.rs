@@ -63,7 +63,11 @@ fn unopened(options: &Options, system: &System, device: &Device, error: &RdmaErr
             Check::DevicePermissions,
             format!("{name} cannot be opened: no access to {path}: {source}"),
             "this user may not use the card; TCP works",
-            match system.container() {
+            // A container's device rules say EPERM, a file's mode says EACCES.
+            match system
+                .container()
+                .filter(|_| source.raw_os_error() == Some(rustix::io::Errno::PERM.raw_os_error()))
+            {
                 Some(_) => "start the container with --device=/dev/infiniband".to_owned(),
                 None => format!(
                     "chmod a+rw {path}    (for good: echo 'KERNEL==\"uverbs*\", MODE=\"0666\"' >/etc/udev/rules.d/99-uverbs.rules)"
