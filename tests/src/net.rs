@@ -5,7 +5,7 @@
 //! * [`rig`] puts one behind a backend; [`contract`] is what every backend has to do; [`no_rdma`] what client and peer
 //!   do where there are no verbs.
 //! * [`gate`] computes a forward pass from what comes, whose hash tells whether each weight is right.
-//! * [`parts`] is a model in parts and replicas.
+//! * [`parts`] is a model in parts and replicas, [`streams`] what tests of the streamer share.
 //! * [`fake`] is a peer with faults, [`proxy`] a network with faults, [`process`] a peer that is a process of its
 //!   own, [`raw`] a client that sends what it likes.
 //!
@@ -22,6 +22,7 @@ pub mod process;
 pub mod proxy;
 pub mod raw;
 pub mod rig;
+pub mod streams;
 
 use std::time::{Duration, Instant};
 

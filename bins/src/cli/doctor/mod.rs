@@ -34,18 +34,10 @@ pub struct Args {
 ///
 /// *Errors*: flags or variables that cannot be read. Whatever is found is in the report.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let parts = args.source.parts()?;
     let report = examine(&Options {
-        verbs_required: parts.verbs_required,
-        verbs: parts.verbs,
         arena_bytes: args.arena_gb,
-        reserve_bytes: parts.reserve_bytes,
-        store: parts.store,
-        stack: parts.stack,
-        peers: parts.peers,
-        tier: parts.tier,
-        expect_content_id: parts.expect_content_id,
         listen: args.listen,
+        ..args.source.examination()?
     });
     match args.json {
         true => output::print_json(&report)?,

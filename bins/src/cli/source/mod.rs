@@ -15,8 +15,8 @@ use expert_store::info::{StoreInfo, parse_hex128};
 use expert_store::select::Selection;
 use expert_store::{OpenOptions, Store};
 use expert_tier::{
-    Deadline, EngineConfig, ExpertTier, OnFailure, Policy, Sources, TierBuilder, TierError,
-    VerbsOptions, Verify, env,
+    Deadline, EngineConfig, ExpertTier, OnFailure, Policy, Sources, TierBuilder, TierError, Verify,
+    env,
 };
 
 use super::args::TokenArgs;
@@ -146,27 +146,6 @@ pub struct How {
     pub deadline: Option<Duration>,
     /// No progress bar.
     pub quiet: bool,
-}
-
-/// The flags as they are, for a command that looks at all of them.
-#[derive(Debug)]
-pub struct Parts {
-    /// One-sided READs were asked for.
-    pub verbs_required: bool,
-    /// Rails and how they are used.
-    pub verbs: VerbsOptions,
-    /// Memory that must stay free.
-    pub reserve_bytes: Option<u64>,
-    /// Store on this machine.
-    pub store: Option<PathBuf>,
-    /// Stack of it.
-    pub stack: Option<String>,
-    /// `host:port` of each peer.
-    pub peers: Vec<String>,
-    /// How to connect to them, over TCP.
-    pub tier: TierBuilder,
-    /// Content to insist on.
-    pub expect_content_id: Option<u128>,
 }
 
 /// Makes an arena for what there is to fetch.
@@ -339,16 +318,16 @@ impl SourceArgs {
             .expect_content_id(expect)
     }
 
-    /// The same settings for a command that looks at all of them and opens no backend.
+    /// The same settings for an examination, which opens no backend.
     ///
     /// *Errors*: flags or variables that cannot be read.
-    pub fn parts(&self) -> anyhow::Result<Parts> {
+    pub fn examination(&self) -> anyhow::Result<expert_doctor::Options> {
         let expect = self.expect()?;
         let peers = match &self.expert_peer {
             Some(list) => Some(list.clone()),
             None => env::peer()?,
         };
-        Ok(Parts {
+        Ok(expert_doctor::Options {
             verbs_required: self.expert_backend == Backend::RdmaVerbs || self.verbs.wanted(),
             verbs: self.verbs.options()?,
             reserve_bytes: self.reserve_bytes(),
@@ -362,6 +341,7 @@ impl SourceArgs {
                 .builder(&How::default(), expect)
                 .auth_token(self.token.token()?),
             expect_content_id: expect,
+            ..expert_doctor::Options::default()
         })
     }
 

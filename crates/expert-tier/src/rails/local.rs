@@ -17,6 +17,7 @@ use crate::notify::Notifier;
 use crate::rail::{
     Capabilities, Completion, ContentTag, Landed, Rail, RailEvent, RailKind, Read, ReadError,
 };
+use crate::rails::disk_capabilities;
 use crate::sync::lock;
 
 /// See the module.
@@ -95,14 +96,7 @@ impl Rail for LocalRail {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities {
-            read_max_bytes: 16 << 20,
-            whole_records: false,
-            lanes: self.lanes,
-            // A disk that does not answer cannot be reset by us: only the request's deadline acts.
-            stall: Duration::from_secs(3600),
-            rank: self.rank,
-        }
+        disk_capabilities(self.lanes, self.rank)
     }
 
     fn post(&mut self, read: Read) -> Result<(), Box<Read>> {

@@ -29,6 +29,7 @@ use crate::notify::Notifier;
 use crate::rail::{
     Capabilities, Completion, ContentTag, Rail, RailEvent, RailKind, Read, ReadError,
 };
+use crate::rails::disk_capabilities;
 use files::Files;
 pub(crate) use mode::IoState;
 pub use mode::{IoMode, IoReport};
@@ -167,14 +168,7 @@ impl Rail for UmaRail {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities {
-            read_max_bytes: 16 << 20,
-            whole_records: false,
-            lanes: self.lanes,
-            // A disk that does not answer cannot be reset by us: only the request's deadline acts.
-            stall: Duration::from_secs(3600),
-            rank: self.rank,
-        }
+        disk_capabilities(self.lanes, self.rank)
     }
 
     fn post(&mut self, read: Read) -> Result<(), Box<Read>> {
