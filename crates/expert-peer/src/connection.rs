@@ -29,7 +29,7 @@ use crate::peer::Shared;
 use crate::send::{Answer, SendError, Sender};
 use crate::shares::Share;
 use crate::stats::{Answering, add};
-use crate::{FilePiece, SourceError};
+use crate::{FilePiece, SourceError, Transfer};
 
 use rails::Rails;
 
@@ -92,6 +92,13 @@ pub(crate) fn serve(shared: &Shared, connection: &Connection) {
         Ok(session) => session,
         Err(e) => return warn!("{}: no random numbers: {e}: closed", connection.address),
     };
+    let transfer = shared
+        .config
+        .transfer
+        .resolve(connection.address, net::own_address(&connection.stream));
+    if transfer == Transfer::Copy && shared.config.transfer == Transfer::Auto {
+        net::keep_in_cache(&connection.stream);
+    }
     let mut driver = Driver {
         shared,
         connection,
@@ -99,10 +106,7 @@ pub(crate) fn serve(shared: &Shared, connection: &Connection) {
         sender: Sender::new(
             &connection.stream,
             limits.send_timeout,
-            shared
-                .config
-                .transfer
-                .resolve(connection.address, net::own_address(&connection.stream)),
+            transfer,
             Share::new(&shared.shares, connection.address),
         ),
         greeted: epoch.number,

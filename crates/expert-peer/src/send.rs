@@ -20,7 +20,7 @@ const SMALL_MAX_BYTES: u64 = 16 << 10;
 /// Gathered bytes are sent when there are this many between two calls of `sendfile`.
 const GATHER_BYTES: usize = 64 << 10;
 /// ... and this many where all bytes are copied: fits into the cache of a processor.
-const COPY_BYTES: usize = 256 << 10;
+const COPY_BYTES: usize = 128 << 10;
 /// What `sendfile` leaves of an answer: these bytes go out after the last look at the files, so
 /// that the answer can be broken off until then.
 const TAIL_BYTES: u64 = 4 << 10;
@@ -243,7 +243,10 @@ impl<'a> Sender<'a> {
             (answer.check)().map_err(|file| SendError::Changed { file })?;
         }
         self.started = true;
-        self.bytes(&self.buffer[..self.filled], more, None)?;
+        // What is many segments long goes out as it is: the kernel would hold its last bytes back until
+        // more come, and the client would wait for them.
+        let hold = more && self.filled < GATHER_BYTES;
+        self.bytes(&self.buffer[..self.filled], hold, None)?;
         self.filled = 0;
         Ok(())
     }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// The clock of the thread that made it; of use to that thread alone.
+/// The clock of the thread that made it.
 #[derive(Debug)]
 pub(crate) struct WorkClock {
     /// Time on a processor and time in its queue, nanoseconds; where the kernel keeps them.
@@ -24,7 +24,12 @@ impl WorkClock {
         }
     }
 
-    /// Time that the thread ran or waited to run, since it began.
+    /// What another thread can see of it: nothing where the kernel does not keep the times of threads.
+    pub(crate) fn time_from_elsewhere(&self) -> Option<Duration> {
+        self.with_waits()
+    }
+
+    /// Time that the thread ran or waited to run, since it began; asked by that thread.
     pub(crate) fn time(&self) -> Duration {
         self.with_waits().unwrap_or_else(|| {
             let time = clock_gettime(ClockId::ThreadCPUTime);

@@ -1,11 +1,15 @@
-//! The driver: one thread that owns the clock, the engine and the rails, and waits for all of them
-//! on one event descriptor.
+//! The driver: the engine and the rails, and one thread that keeps their time and waits for all of
+//! them on one event descriptor.
 //!
 //! *Threads*: callers talk to it through [`Driver::submit`] and a [`Ticket`]; rails' helper threads
-//! through the notifier. *Cleanup*: dropping the driver fails what is open, drops the rails (which
-//! give their memory back), and joins the thread, in that order, with a deadline.
+//! through the notifier. What they bring they work on themselves where nobody else is at it (see
+//! `run`), so that no READ waits for the driver's thread to be woken. *Cleanup*: dropping the driver
+//! fails what is open, drops the rails (which give their memory back), and joins the thread, in that
+//! order, with a deadline.
 
-use std::collections::{HashMap, VecDeque};
+mod run;
+
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -14,16 +18,12 @@ use std::time::{Duration, Instant};
 
 use crate::config::{Class, EngineConfig};
 use crate::coverage::Holding;
-use crate::cpu::WorkClock;
-use crate::engine::{Action, Engine, Finished, Handle, Order, Refused, until};
-use crate::notify::Notifier;
-use crate::rail::{ContentTag, Rail, RailEvent, RailId};
+use crate::engine::{Engine, Finished, Order, Refused, until};
+use crate::notify::{Notifier, Work};
+use crate::rail::{ContentTag, Rail, RailId};
 use crate::stats::TierStats;
 use crate::sync::lock;
-
-/// Processor times are read no more often than this: often enough for a label, far too seldom to be
-/// seen in what they tell.
-const CPU_SAMPLE: Duration = Duration::from_micros(500);
+use run::{Run, Who};
 
 /// How long dropping a driver may take before it leaves the thread behind.
 const SHUTDOWN_MAX: Duration = Duration::from_secs(5);
@@ -59,23 +59,22 @@ enum Progress {
     Taken,
 }
 
-/// Called once when a request ends, by the driver's thread: it must not block.
+/// Called once when a request ends, by the driver's thread or a rail's: it must not block.
 pub(crate) type Waker = Box<dyn FnOnce() + Send>;
 
 impl Shared {
-    /// The first end counts.
-    fn resolve(&self, outcome: Outcome) {
+    /// The first end counts. Gives back whom to call, without any lock.
+    #[must_use]
+    fn resolve(&self, outcome: Outcome) -> Option<Waker> {
         let mut progress = lock(&self.progress);
         let Progress::UnderWay(waker) = &mut *progress else {
-            return;
+            return None;
         };
         let waker = waker.take();
         *progress = Progress::Ended(outcome);
         drop(progress);
         self.done.notify_all();
-        if let Some(wake) = waker {
-            wake();
-        }
+        waker
     }
 }
 
@@ -151,6 +150,10 @@ impl Drop for Ticket {
 
 struct Control {
     commands: Mutex<VecDeque<Command>>,
+    /// `None` before the driver's thread has made it, and when it has ended.
+    run: Mutex<Option<Box<Run>>>,
+    /// Something came while another thread was at work: it looks again.
+    pending: AtomicBool,
     notifier: Arc<Notifier>,
     snapshot: Mutex<Snapshot>,
     changed: Condvar,
@@ -184,9 +187,21 @@ impl Control {
         let rest: Vec<Command> = lock(&self.commands).drain(..).collect();
         for command in rest {
             if let Command::Submit { ticket, .. } = command {
-                ticket.resolve(Outcome::ShutDown);
+                if let Some(wake) = ticket.resolve(Outcome::ShutDown) {
+                    wake();
+                }
             }
         }
+    }
+
+    /// Tells all who watch that there is no driver any more.
+    fn stopped(&self) {
+        let mut snapshot = lock(&self.snapshot);
+        snapshot.healthy = false;
+        snapshot.stopped = true;
+        drop(snapshot);
+        self.changed.notify_all();
+        self.contents_changed.notify_all();
     }
 }
 
@@ -229,6 +244,8 @@ impl Driver {
         }
         let control = Arc::new(Control {
             commands: Mutex::new(VecDeque::new()),
+            run: Mutex::new(None),
+            pending: AtomicBool::new(false),
             notifier,
             snapshot: Mutex::new(Snapshot {
                 stats: engine.stats(),
@@ -245,25 +262,20 @@ impl Driver {
             changed: Condvar::new(),
             contents_changed: Condvar::new(),
         });
+        let work: Arc<dyn Work> = control.clone();
+        control.notifier.set_work(Arc::downgrade(&work));
         let (end, ended) = mpsc::channel();
         let thread = std::thread::Builder::new()
             .name(format!("{name}-driver"))
             .spawn({
                 let control = control.clone();
                 move || {
-                    let mut run = Run {
-                        cpu: WorkClock::of_this_thread(),
-                        cpu_noted: None,
-                        engine,
-                        rails,
-                        control,
-                        tickets: HashMap::new(),
-                        quiescing: Vec::new(),
-                        events: Vec::new(),
-                        published: 0,
-                    };
-                    run.run();
-                    drop(run);
+                    let _end = End(&control);
+                    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+                    engine.set_machine(cpus as u32, Instant::now);
+                    *lock(&control.run) = Some(Box::new(Run::new(engine, rails)));
+                    control.drive();
+                    drop(_end);
                     drop(end);
                 }
             })?;
@@ -280,12 +292,13 @@ impl Driver {
             progress: Mutex::new(Progress::UnderWay(None)),
             done: Condvar::new(),
         });
-        self.control.push(Command::Submit {
+        lock(&self.control.commands).push_back(Command::Submit {
             orders,
             class,
             deadline,
             ticket: shared.clone(),
         });
+        self.control.work_as(Who::Caller);
         // Nobody takes commands any more: also where the driver ended just now.
         if lock(&self.control.snapshot).stopped {
             self.control.refuse_commands();
@@ -420,224 +433,18 @@ impl Drop for Driver {
     }
 }
 
-struct Run {
-    cpu: WorkClock,
-    /// When processor times were read last.
-    cpu_noted: Option<Instant>,
-    engine: Engine,
-    /// Dropped before the tickets' memory: rails give it back.
-    rails: Vec<Box<dyn Rail>>,
-    control: Arc<Control>,
-    tickets: HashMap<Handle, Arc<Shared>>,
-    quiescing: Vec<RailId>,
-    events: Vec<RailEvent>,
-    /// Revision of the engine at the last publication.
-    published: u64,
-}
+/// The end of the driver's thread, by a panic, too: what it owns goes, and nobody waits for it.
+struct End<'a>(&'a Control);
 
-impl Run {
-    fn run(&mut self) {
-        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-        self.engine.set_machine(cpus as u32, Instant::now);
-        loop {
-            let now = Instant::now();
-            self.note_cpu(now);
-            if self.take_commands(now) {
-                break;
-            }
-            let busy = self.turn(now);
-            if busy {
-                continue;
-            }
-            if self.engine.revision() != self.published {
-                self.publish();
-            }
-            // Announce the sleep, look once more, then sleep: nothing that arrives in between is
-            // slept over.
-            self.control.notifier.prepare();
-            let now = Instant::now();
-            if !lock(&self.control.commands).is_empty() || self.turn(now) {
-                self.control.notifier.cancel();
-                continue;
-            }
-            let timeout = self.engine.next_timeout().map(|t| until(Instant::now(), t));
-            // While a rail is being quiesced its end is polled: it may have no thread to notify.
-            let timeout = match self.quiescing.is_empty() {
-                true => timeout,
-                false => Some(
-                    timeout
-                        .unwrap_or(Duration::MAX)
-                        .min(Duration::from_millis(5)),
-                ),
-            };
-            self.control.notifier.wait(timeout);
-        }
-        self.stop();
-    }
-
-    fn note_cpu(&mut self, now: Instant) {
-        if self.cpu_noted.is_some_and(|at| now - at < CPU_SAMPLE) {
-            return;
-        }
-        self.cpu_noted = Some(now);
-        let (engine, rails) = (&mut self.engine, &self.rails);
-        engine.note_cpu(self.cpu.time(), |rail| rails[rail.0].cpu_time());
-    }
-
-    /// Takes what callers want; true when it is the end.
-    fn take_commands(&mut self, now: Instant) -> bool {
-        loop {
-            let command = lock(&self.control.commands).pop_front();
-            match command {
-                None => return false,
-                Some(Command::Shutdown) => return true,
-                Some(Command::Submit {
-                    orders,
-                    class,
-                    deadline,
-                    ticket,
-                }) => match self.engine.submit_as(now, deadline, class, orders) {
-                    Ok(handle) => {
-                        self.tickets.insert(handle, ticket);
-                    }
-                    Err((orders, refused)) => {
-                        drop(orders); // gives the slots back
-                        ticket.resolve(Outcome::Refused(refused));
-                    }
-                },
-                Some(Command::Cancel(ticket)) => {
-                    if let Some(handle) = self.handle_of(&ticket) {
-                        self.engine.cancel(now, handle);
-                    }
-                }
-                Some(Command::Promote(ticket, class)) => {
-                    if let Some(handle) = self.handle_of(&ticket) {
-                        self.engine.promote(now, handle, class);
-                    }
-                }
-                Some(Command::Learn(content, holding)) => self.engine.learn(now, content, holding),
-            }
-        }
-    }
-
-    fn handle_of(&self, ticket: &Arc<Shared>) -> Option<Handle> {
-        let mut tickets = self.tickets.iter();
-        let (handle, _) = tickets.find(|(_, t)| Arc::ptr_eq(t, ticket))?;
-        Some(*handle)
-    }
-
-    /// One round of everything; true when something happened.
-    fn turn(&mut self, now: Instant) -> bool {
-        let mut busy = false;
-        for i in 0..self.rails.len() {
-            self.rails[i].poll(&mut self.events);
-            for event in self.events.drain(..) {
-                busy = true;
-                self.engine.handle(now, RailId(i), event);
-            }
-        }
-        self.quiescing.retain(|&rail| {
-            let quiesced = self.rails[rail.0].is_quiesced();
-            if quiesced {
-                busy = true;
-                self.engine.handle_quiesced(now, rail);
-            }
-            !quiesced
-        });
-        let rails = &self.rails;
-        self.engine
-            .handle_time(now, |rail| rails[rail.0].progress_bytes());
-        while let Some(action) = self.engine.poll_action() {
-            busy = true;
-            match action {
-                Action::Quiesce(rail) => {
-                    self.rails[rail.0].begin_quiesce();
-                    self.quiescing.push(rail);
-                }
-                Action::Probe(rail) => self.rails[rail.0].begin_probe(),
-            }
-        }
-        // A rail that refuses a READ is left alone for this round.
-        let mut refusals = 0;
-        while refusals <= self.rails.len() {
-            let Some((rail, read)) = self.engine.next_post(now) else {
-                break;
-            };
-            match self.rails[rail.0].post(read) {
-                Ok(()) => busy = true,
-                Err(read) => {
-                    refusals += 1;
-                    self.engine.handle_post_refused(rail, *read);
-                }
-            }
-        }
-        if self.engine.has_finished() {
-            busy = true;
-            // The holders may read the statistics as soon as they are woken.
-            self.publish();
-        }
-        while let Some(finished) = self.engine.poll_finished() {
-            if let Some(ticket) = self.tickets.remove(&finished.request) {
-                ticket.resolve(Outcome::Finished(finished));
-            }
-        }
-        busy
-    }
-
-    fn publish(&mut self) {
-        self.published = self.engine.revision();
-        let mut snapshot = lock(&self.control.snapshot);
-        snapshot.stats = self.engine.stats();
-        for (stats, rail) in snapshot.stats.rails.iter_mut().zip(&self.rails) {
-            stats.io = rail.io();
-            stats.registered_bytes = rail.registered_bytes();
-        }
-        snapshot.healthy = self.engine.is_healthy();
-        snapshot.settled = self.engine.is_settled();
-        snapshot.preferred = self.engine.is_preferred_up();
-        snapshot.content = self.engine.content();
-        let is_other = !self.engine.contents().eq(snapshot.contents.iter().copied());
-        if is_other {
-            snapshot.contents = self.engine.contents().collect();
-            snapshot.contents_run += 1;
-        }
-        snapshot.run = self.engine.rails_revision();
-        snapshot.rails = self.engine.describe_rails();
-        drop(snapshot);
-        self.control.changed.notify_all();
-        if is_other {
-            self.control.contents_changed.notify_all();
-        }
-    }
-
-    fn stop(&mut self) {
-        for rail in &mut self.rails {
-            rail.begin_quiesce();
-        }
-        let limit = Instant::now() + SHUTDOWN_MAX / 2;
-        while self.rails.iter().any(|r| !r.is_quiesced()) && Instant::now() < limit {
-            for rail in &mut self.rails {
-                rail.poll(&mut self.events);
-            }
-            self.events.clear(); // completions: their ranges free the slots
-            self.control.notifier.prepare();
-            self.control.notifier.wait(Some(Duration::from_millis(5)));
-        }
-    }
-}
-
-impl Drop for Run {
-    /// The end, by a panic, too: nobody waits for a driver that is gone.
+impl Drop for End<'_> {
     fn drop(&mut self) {
-        let mut snapshot = lock(&self.control.snapshot);
-        snapshot.healthy = false;
-        snapshot.stopped = true;
-        drop(snapshot);
-        for (_, ticket) in self.tickets.drain() {
-            ticket.resolve(Outcome::ShutDown);
+        let run = lock(&self.0.run).take();
+        if let Some(mut run) = run {
+            // After a panic of its own nothing is asked of the rails but to go.
+            if !std::thread::panicking() {
+                run.stop(self.0);
+            }
+            run.end(self.0);
         }
-        self.control.refuse_commands();
-        self.control.changed.notify_all();
-        self.control.contents_changed.notify_all();
     }
 }

@@ -2,14 +2,21 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{OnceLock, Weak};
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
+/// What a driver does with what rails bring, on the thread that brought it.
+pub(crate) trait Work: Send + Sync {
+    /// Does it, or leaves it to who does it already. Called without any lock.
+    fn work(&self);
+}
+
 /// See the module. One waiter, any number of notifiers.
-#[derive(Debug)]
 pub(crate) struct Notifier {
     fd: OwnedFd,
+    work: OnceLock<Weak<dyn Work>>,
     /// Set by the waiter before it looks a last time and sleeps, cleared by who wakes it.
     sleeping: AtomicBool,
 }
@@ -18,8 +25,26 @@ impl Notifier {
     pub(crate) fn new() -> std::io::Result<Self> {
         Ok(Self {
             fd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            work: OnceLock::new(),
             sleeping: AtomicBool::new(false),
         })
+    }
+
+    /// Names the waiter; once.
+    pub(crate) fn set_work(&self, work: Weak<dyn Work>) {
+        let is_first = self.work.set(work).is_ok();
+        debug_assert!(is_first, "a notifier has one waiter");
+    }
+
+    /// Does the waiter's work on this thread, which must hold no lock that the waiter, its rails or who is
+    /// woken by them could want; wakes it where it has no name.
+    pub(crate) fn work(&self) {
+        match self.work.get().and_then(Weak::upgrade) {
+            Some(work) => work.work(),
+            None => {
+                self.notify();
+            }
+        }
     }
 
     /// Wakes the waiter if it sleeps, and says whether it did; what was written before this call is seen by it.

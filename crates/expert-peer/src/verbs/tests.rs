@@ -586,6 +586,11 @@ fn pages_tell_a_start_a_reload_and_the_end() {
     let reply = pages.get("/readyz").unwrap();
     assert!(reply.status == 503 && reply.body.starts_with("draining"));
     drop(peer);
+    // A thread that looks at the peer just now keeps it for as long.
+    let limit = Instant::now() + Duration::from_secs(10);
+    while status("/healthz") != Some(503) && Instant::now() < limit {
+        std::thread::sleep(Duration::from_millis(5));
+    }
     assert_eq!(status("/readyz"), Some(503));
     assert_eq!(status("/healthz"), Some(503));
     let body = pages.get("/metrics").unwrap().body;

@@ -327,6 +327,11 @@ impl Engine {
         self.actions.pop_front()
     }
 
+    /// Whether [`Engine::poll_action`] has something.
+    pub fn has_actions(&self) -> bool {
+        !self.actions.is_empty()
+    }
+
     /// A request that ended, one at a time.
     pub fn poll_finished(&mut self) -> Option<Finished> {
         self.finished.pop_front()

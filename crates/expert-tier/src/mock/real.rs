@@ -312,7 +312,8 @@ impl Device {
                 .store(self.quiesces_begun, Ordering::Release);
         }
         if is_news || (is_quiet && was != self.quiesces_begun) {
-            shared.notifier.notify();
+            // As a connection's thread does: no lock is held here.
+            shared.notifier.work();
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The device on both clocks.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::workload::{
@@ -8,7 +9,7 @@ use super::workload::{
 };
 use super::{Control, MockSpec, ReadFault, RealRail, Verifies};
 use crate::config::{EngineConfig, Policy};
-use crate::driver::{Driver, Outcome};
+use crate::driver::{Driver, Outcome, Ticket};
 use crate::engine::Finished;
 use crate::model::{self, Shape};
 use crate::notify::Notifier;
@@ -230,4 +231,64 @@ fn slot_of_an_expired_request_is_free_only_when_its_reads_have_landed() {
     assert!(live.arena.begin_landing(slot, 1).is_err());
     drop(live.driver);
     assert!(live.arena.begin_landing(slot, 1).is_ok());
+}
+
+/// A fetch that is over within a millisecond, into an arena of its own.
+fn submit_to(live: &Live, arena: &Arc<expert_arena::ExpertArena>, time: Duration) -> Ticket {
+    let orders = make_orders(&live.objects, arena, &live.setup, &[0]).unwrap();
+    let deadline = Instant::now() + time;
+    live.driver.submit(orders, crate::Class::Demand, deadline)
+}
+
+#[test]
+fn callers_and_rails_that_do_the_drivers_work_lose_nothing_that_comes_meanwhile() {
+    const CALLERS: usize = 4;
+    const FETCHES: usize = 300;
+    let live = Live::start(&[20_000, 20_000], MIB / 16);
+    // A wake-up that is lost shows as a request that ends by its deadline.
+    let time = Duration::from_secs(60);
+    std::thread::scope(|scope| {
+        for _ in 0..CALLERS {
+            let (live, arena) = (&live, make_arena(&live.objects, 1).unwrap());
+            scope.spawn(move || {
+                for _ in 0..FETCHES {
+                    let ticket = submit_to(live, &arena, time);
+                    let Outcome::Finished(finished) = ticket.wait(Instant::now() + time, time)
+                    else {
+                        panic!("the driver ended the request");
+                    };
+                    assert!(finished.records[0].is_ok(), "{:?}", finished.records[0]);
+                }
+            });
+        }
+    });
+    assert_eq!(live.driver.stats().requests as usize, CALLERS * FETCHES);
+}
+
+#[test]
+fn who_asked_to_be_called_back_is_never_called_within_a_submit() {
+    let live = Live::start(&[20_000], MIB / 16);
+    let arenas = [(); 2].map(|()| make_arena(&live.objects, 1).unwrap());
+    let time = Duration::from_secs(20);
+    let submits = Arc::new(AtomicBool::new(false));
+    let (tell, told) = std::sync::mpsc::channel();
+    let own = std::thread::current().id();
+    for _ in 0..200 {
+        let first = submit_to(&live, &arenas[0], time);
+        let (tell, submits) = (tell.clone(), submits.clone());
+        let within = submits.clone();
+        first.on_end(Box::new(move || {
+            let is_own = std::thread::current().id() == own;
+            tell.send(is_own && within.load(Ordering::SeqCst)).unwrap();
+        }));
+        // Its turn may find the end of the first.
+        submits.store(true, Ordering::SeqCst);
+        let second = submit_to(&live, &arenas[1], time);
+        submits.store(false, Ordering::SeqCst);
+        assert!(!told.recv_timeout(time).unwrap());
+        for ticket in [first, second] {
+            let outcome = ticket.wait(Instant::now() + time, time);
+            assert!(matches!(outcome, Outcome::Finished(_)));
+        }
+    }
 }

@@ -85,8 +85,13 @@ impl RailShared {
     }
 
     fn push(&self, event: RailEvent) {
-        lock(&self.events).push(event);
+        self.push_quietly(event);
         self.notifier.notify();
+    }
+
+    /// Who calls this sees to it that somebody looks.
+    fn push_quietly(&self, event: RailEvent) {
+        lock(&self.events).push(event);
     }
 }
 
@@ -382,6 +387,7 @@ impl Attempt {
         for (_, read) in rest {
             self.complete(index, read, Err(ReadError::Flushed));
         }
+        self.rail.notifier.notify();
         if let Some(mut meter) = lock(&self.lanes[index].meter).take() {
             meter.tell(&self.rail.cpu);
         }
@@ -420,6 +426,12 @@ impl Attempt {
         }
     }
 
+    /// A READ's end, told by its lane's thread, which holds no lock: what follows from it is done here.
+    fn end_read(&self, lane: usize, read: Read, result: Result<Landed, ReadError>) {
+        self.complete(lane, read, result);
+        self.rail.notifier.work();
+    }
+
     fn complete(&self, lane: usize, read: Read, result: Result<Landed, ReadError>) {
         // An answer without bytes is a sign of life, too.
         let own = &self.lanes[lane];
@@ -430,7 +442,7 @@ impl Attempt {
         own.outstanding_bytes
             .fetch_sub(read.bytes(), Ordering::Relaxed);
         self.rail
-            .push(RailEvent::Completion(Completion { read, result }));
+            .push_quietly(RailEvent::Completion(Completion { read, result }));
     }
 
     fn serve(&self, index: usize, config: &TcpConfig) -> Result<Infallible, LaneEnd> {

@@ -36,7 +36,7 @@ impl Attempt {
             if status[0] != v1::STATUS_OK {
                 let why = format!("status {}", status[0]);
                 let is_known = status[0] == v1::STATUS_ERROR;
-                self.complete(index, read, Err(ReadError::Refused(why)));
+                self.end_read(index, read, Err(ReadError::Refused(why)));
                 if !is_known {
                     return Err("the peer sent an unknown status".into());
                 }
@@ -50,7 +50,7 @@ impl Attempt {
                         Ok(landed)
                     });
                     let is_lost = matches!(landed, Err(ReadError::WrongRecord(_)));
-                    self.complete(index, read, landed);
+                    self.end_read(index, read, landed);
                     // Where the wrong record came the next may be wrong, too: the stream may be off
                     // by some bytes.
                     if is_lost {
@@ -58,7 +58,7 @@ impl Attempt {
                     }
                 }
                 Err(why) => {
-                    self.complete(index, read, Err(ReadError::Flushed));
+                    self.end_read(index, read, Err(ReadError::Flushed));
                     return Err(why);
                 }
             }

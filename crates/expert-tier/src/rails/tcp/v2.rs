@@ -82,7 +82,7 @@ impl<'a> LaneV2<'a> {
                 read.bytes()
             );
             self.attempt
-                .complete(self.index, read, Err(ReadError::Flushed));
+                .end_read(self.index, read, Err(ReadError::Flushed));
             return Err(why);
         }
         match self
@@ -95,12 +95,12 @@ impl<'a> LaneV2<'a> {
                     Err(ReadError::Checksum(bad)) => self.report(&read, bad.chunk),
                     _ => Ok(()),
                 };
-                self.attempt.complete(self.index, read, landed);
+                self.attempt.end_read(self.index, read, landed);
                 reported
             }
             Err(why) => {
                 self.attempt
-                    .complete(self.index, read, Err(ReadError::Flushed));
+                    .end_read(self.index, read, Err(ReadError::Flushed));
                 Err(why)
             }
         }
@@ -147,7 +147,7 @@ impl<'a> LaneV2<'a> {
             | ErrorCode::BadRange => ReadError::Refused(error.message),
             _ => ReadError::Unavailable(error.message),
         };
-        self.attempt.complete(self.index, read, Err(result));
+        self.attempt.end_read(self.index, read, Err(result));
         Ok(())
     }
 
