@@ -14,7 +14,7 @@ use crate::{PopulateOptions, Source, VerbsOptions};
 #[non_exhaustive]
 pub struct Limits {
     /// Connections at once. Default 256: each takes a thread, two descriptors and about 100 KB, or
-    /// 250 KB where answers are copied.
+    /// 160 KB where answers are copied.
     pub connections_max: usize,
     /// Connections at once from one address. Default 128: one client with all its 64 streams, twice.
     pub connections_per_address_max: usize,
