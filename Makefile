@@ -14,14 +14,14 @@ SCRIPTS := scripts/bootstrap scripts/demo scripts/kernels scripts/fuzz-smoke scr
 
 export DEMO_MB LOCKED
 
-.PHONY: help demo test test-long check fmt-check clippy doc deny scripts-check service-check bench kernel-test fuzz-smoke sanitize fixtures clean bootstrap
+.PHONY: help demo test test-long check fmt-check clippy doc deny scripts-check service-check bench bench-full kernel-test fuzz-smoke sanitize fixtures clean bootstrap
 
 help:
 	@echo "make demo         build, synthesise a checkpoint, serve it, fetch it, prove every byte (DEMO_MB=$(DEMO_MB))"
 	@echo "make test         unit, property, contract and end-to-end tests"
 	@echo "make test-long    a quarter of an hour: a million late readers, ten minutes of faults (SOAK_SEED=N repeats one)"
 	@echo "make check        formatting, lints, documentation, licences: warnings are errors"
-	@echo "make bench        speed, as ratios to well-known tools on this machine"
+	@echo "make bench        speed, side by side with what people would use instead; make bench-full: curves"
 	@echo "make fixtures     generate the test checkpoints"
 	@echo "make kernel-test  real verbs on soft-RoCE, in guest kernels 6.1 and 6.12 (KERNEL_TEST='--rig one' and the like)"
 	@echo "make fuzz-smoke   a short run of every fuzz target (nightly toolchain)"
@@ -62,6 +62,8 @@ scripts-check: bootstrap
 	done
 	@if command -v shellcheck >/dev/null 2>&1; then shellcheck $(SCRIPTS); \
 	 else echo "check: shellcheck is not installed, the scripts' syntax alone was checked"; fi
+	@python3 -m compileall -q scripts
+	@cd scripts && python3 -c "import ast; ast.parse(open('bench').read())" && python3 -m unittest -q benchmarks.tests
 
 service-check:
 	@scripts/check-service
@@ -77,7 +79,10 @@ define from_script
 endef
 
 bench: bootstrap
-	$(call from_script,bench,comparison with iperf3 and cp)
+	@scripts/bench
+
+bench-full: bootstrap
+	@scripts/bench --full
 
 # Installs QEMU and fetches kernels by itself, where it may.
 kernel-test:

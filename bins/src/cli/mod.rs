@@ -17,6 +17,7 @@ pub mod gate;
 pub mod index;
 pub mod inspect;
 pub mod manual;
+mod measure;
 mod new_file;
 pub mod output;
 pub mod pack;

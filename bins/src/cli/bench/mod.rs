@@ -1,9 +1,10 @@
-//! `bench`: measurements that need no peer.
+//! `bench`: measurements, of the tier alone and of a backend.
 
 use std::process::ExitCode;
 
 use clap::Subcommand;
 
+mod fetch;
 mod plot;
 mod rails;
 
@@ -16,6 +17,7 @@ pub struct Args {
 
 #[derive(Debug, Subcommand)]
 enum What {
+    Fetch(fetch::Args),
     Rails(rails::Args),
 }
 
@@ -24,6 +26,7 @@ enum What {
 /// *Errors*: wrong usage, or a measurement that could not be made.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     match &args.what {
+        What::Fetch(args) => fetch::run(args),
         What::Rails(args) => rails::run(args),
     }
 }

@@ -17,9 +17,9 @@ use expert_store::select::Selection;
 use expert_tier::{ExpertTier, Pending, TierError, largest_image_bytes};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
-use rustix::time::{ClockId, clock_gettime};
 
 use super::args::SelectArgs;
+use super::measure::{cpu_seconds, per_gib, per_mille};
 use super::output;
 use super::source::{How, SourceArgs};
 use super::{UsageError, bar, signals};
@@ -342,14 +342,11 @@ impl<'a> Fetch<'a> {
             bytes: self.bytes,
             seconds: self.seconds,
             gb_per_s: output::gb_per_s(self.bytes, self.seconds),
-            record_p50_us: percentile(&self.record_us, 50),
-            record_p99_us: percentile(&self.record_us, 99),
-            batch_p50_us: percentile(&self.batch_us, 50),
-            batch_p99_us: percentile(&self.batch_us, 99),
-            cpu_seconds_per_gib: match self.bytes {
-                0 => 0.0,
-                bytes => self.cpu_seconds / (bytes as f64 / f64::from(1 << 30)),
-            },
+            record_p50_us: per_mille(&self.record_us, 500),
+            record_p99_us: per_mille(&self.record_us, 990),
+            batch_p50_us: per_mille(&self.batch_us, 500),
+            batch_p99_us: per_mille(&self.batch_us, 990),
+            cpu_seconds_per_gib: per_gib(self.cpu_seconds, self.bytes),
             verify_seconds: self.verify.as_secs_f64(),
             payload_digest: self.first_digest.map(hex128),
             content_id: self.tier.info().content_id,
@@ -364,34 +361,9 @@ impl<'a> Fetch<'a> {
     }
 }
 
-fn is_slot_busy(error: &TierError) -> bool {
+pub(super) fn is_slot_busy(error: &TierError) -> bool {
     matches!(
         error,
         TierError::Arena(expert_arena::ArenaError::SlotBusy { .. })
     )
-}
-
-/// CPU time of this process so far, all threads.
-fn cpu_seconds() -> f64 {
-    let time = clock_gettime(ClockId::ProcessCPUTime);
-    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
-}
-
-/// Nearest-rank percentile of sorted numbers, 0 where there are none.
-fn percentile(sorted: &[u64], percent: usize) -> u64 {
-    let rank = (sorted.len() * percent).div_ceil(100);
-    sorted.get(rank.max(1) - 1).copied().unwrap_or(0)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn percentiles_take_the_nearest_rank() {
-        assert_eq!(percentile(&[], 50), 0);
-        assert_eq!(percentile(&[5], 99), 5);
-        assert_eq!(percentile(&[1, 2, 3, 4], 50), 2);
-        assert_eq!(percentile(&(1..=100).collect::<Vec<_>>(), 99), 99);
-    }
 }

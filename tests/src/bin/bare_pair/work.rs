@@ -105,3 +105,23 @@ pub(crate) fn compare(file: &Path, offset: u64, record: &[u8]) -> Result<(), Err
         .into()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn draw_is_the_one_of_bench_fetch() {
+        let work = Work {
+            record_bytes: 10,
+            among: 110,
+            records: 2,
+            batch: 1,
+            seed: 1_234_567,
+        };
+        // SplitMix64's first numbers modulo 110.
+        let first = 6_457_827_717_110_365_317 % 110 * 10;
+        let second = 3_203_168_211_198_807_973 % 110 * 10;
+        assert_eq!(work.offsets(), [first, second]);
+    }
+}
