@@ -129,6 +129,16 @@ pub enum StoreError {
         /// What the system said.
         why: String,
     },
+    /// Nothing can be made where the output should appear.
+    #[error("cannot write in {dir}: {why}; {todo}", dir = dir.display())]
+    Unwritable {
+        /// The directory.
+        dir: PathBuf,
+        /// What the system said.
+        why: String,
+        /// What to do.
+        todo: &'static str,
+    },
     /// The output is there already.
     #[error("{path} {why}", path = path.display())]
     OutputExists {
@@ -179,6 +189,31 @@ impl StoreError {
                 path,
                 source,
             },
+        }
+    }
+
+    /// Like [`StoreError::io`] for files and directories that are made: a directory that takes none
+    /// comes as [`StoreError::Unwritable`].
+    pub(crate) fn create(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        move |source| {
+            let todo = match source.kind() {
+                io::ErrorKind::PermissionDenied => {
+                    "give this user the right to write there (`ls -ld` shows who has it), or choose another place"
+                }
+                io::ErrorKind::ReadOnlyFilesystem => {
+                    "its file system is mounted read-only (`findmnt -T` shows how): choose another place"
+                }
+                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+                    "free some space (`df -h` shows bytes, `df -i` numbers of files), or choose another file system"
+                }
+                _ => return Self::io("creating", path)(source),
+            };
+            Self::Unwritable {
+                dir: path.parent().map_or_else(PathBuf::new, Into::into),
+                why: source.to_string(),
+                todo,
+            }
         }
     }
 

@@ -240,14 +240,15 @@ pub(crate) fn read_exact_file(path: &Path, bytes: u64) -> Result<Vec<u8>, StoreE
 pub(crate) fn write_file(
     dir: &Path,
     name: &str,
-    parts: impl Iterator<Item = impl AsRef<[u8]>>,
+    parts: impl Iterator<Item = impl AsRef<[u8]>> + Clone,
 ) -> Result<Table, StoreError> {
     let path = dir.join(name);
     let mut bytes = 0u64;
     let mut hash = Xxh3::new();
+    let file = File::create_new(&path).map_err(StoreError::create(&path))?;
     let write = || {
-        let mut out = std::io::BufWriter::with_capacity(1 << 20, File::create_new(&path)?);
-        for part in parts {
+        let mut out = std::io::BufWriter::with_capacity(1 << 20, file);
+        for part in parts.clone() {
             let part = part.as_ref();
             hash.update(part);
             bytes += part.len() as u64;
@@ -255,8 +256,10 @@ pub(crate) fn write_file(
         }
         out.into_inner().map_err(|e| e.into_error())?.sync_all()
     };
-    let result = write();
-    result.map_err(StoreError::write("writing", &path, bytes))?;
+    if let Err(e) = write() {
+        let need_bytes = parts.map(|part| part.as_ref().len() as u64).sum();
+        return Err(StoreError::write("writing", &path, need_bytes)(e));
+    }
     Ok(Table {
         bytes,
         xxh3_128: hex128(hash.digest128()),

@@ -48,6 +48,8 @@ impl Staging {
     /// anything that is not a store's.
     pub(crate) fn directory(out: &Path, replace: bool) -> Result<Self, StoreError> {
         let out = absolute(out)?;
+        // Before anything is looked at: a killed build may have moved the store aside.
+        stale::sweep(&out);
         let mut old_generation = 0;
         match fs::symlink_metadata(&out) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => {}
@@ -69,6 +71,7 @@ impl Staging {
     /// Starts to build what will be the single file `out`; an existing one is never replaced.
     pub(crate) fn file(out: &Path) -> Result<Self, StoreError> {
         let out = absolute(out)?;
+        stale::sweep(&out);
         if fs::symlink_metadata(&out).is_ok() {
             return Err(exists(out, "exists already; choose another name"));
         }
@@ -80,7 +83,6 @@ impl Staging {
         let name = out
             .file_name()
             .ok_or_else(|| StoreError::Usage(format!("{} has no last component", out.display())))?;
-        stale::sweep(&out);
         loop {
             let dir = out.with_file_name(stale::dir_name(
                 &name.to_string_lossy(),
@@ -103,12 +105,12 @@ impl Staging {
                     Ok(None) => {}
                     Err(e) => {
                         let _ = fs::remove_dir(&dir);
-                        return Err(StoreError::io("locking", &dir)(e));
+                        return Err(StoreError::create(dir.join(LOCK))(e));
                     }
                 },
                 // Left by a process of the same number that was killed.
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-                Err(e) => return Err(StoreError::io("creating", &dir)(e)),
+                Err(e) => return Err(StoreError::create(&dir)(e)),
             }
         }
     }
@@ -135,22 +137,22 @@ impl Staging {
         let rename = |flags| renameat_with(CWD, &self.dir, CWD, &self.out, flags);
         let mut old = None;
         if self.replace && fs::symlink_metadata(&self.out).is_ok() {
-            match rename(RenameFlags::EXCHANGE) {
+            // Before it gets a temporary name: should we be killed, the next build knows it by this.
+            let mark = stale::mark(&self.out);
+            let swapped = match rename(RenameFlags::EXCHANGE) {
                 // The old store now has our temporary name.
-                Ok(()) => old = Some(self.dir.clone()),
-                Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
-                    let mut aside = self.dir.clone().into_os_string();
-                    aside.push("-old");
-                    let aside = PathBuf::from(aside);
-                    fs::rename(&self.out, &aside).map_err(StoreError::io("renaming", &self.out))?;
-                    if let Err(e) = fs::rename(&self.dir, &self.out) {
-                        // Puts the old one back; if even that fails, the first error says enough.
-                        let _ = fs::rename(&aside, &self.out);
-                        return Err(StoreError::io("renaming to", &self.out)(e));
+                Ok(()) => Ok(self.dir.clone()),
+                Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => swap(&self.dir, &self.out),
+                Err(e) => Err(io(e)),
+            };
+            match swapped {
+                Ok(dir) => old = Some((dir, mark)),
+                Err(e) => {
+                    if mark.is_some() {
+                        let _ = fs::remove_file(self.out.join(LOCK));
                     }
-                    old = Some(aside);
+                    return Err(e);
                 }
-                Err(e) => return Err(io(e)),
             }
         } else {
             match rename(RenameFlags::NOREPLACE) {
@@ -171,7 +173,10 @@ impl Staging {
         sync_parent(&self.out)?;
         Ok(Committed {
             path: self.out.clone(),
-            warnings: old.and_then(|dir| remove_old(&dir)).into_iter().collect(),
+            warnings: old
+                .and_then(|(dir, _mark)| remove_old(&dir))
+                .into_iter()
+                .collect(),
         })
     }
 
@@ -198,6 +203,19 @@ impl Drop for Staging {
             }
         }
     }
+}
+
+/// Puts `dir` in the place of `out` where the system cannot exchange two names, and says where what
+/// was there is now. Killed in between, `out` is not there; the next build puts it back.
+fn swap(dir: &Path, out: &Path) -> Result<PathBuf, StoreError> {
+    let aside = stale::aside(dir);
+    fs::rename(out, &aside).map_err(StoreError::io("renaming", out))?;
+    if let Err(e) = fs::rename(dir, out) {
+        // Puts the old one back; if even that fails, the first error says enough.
+        let _ = fs::rename(&aside, out);
+        return Err(StoreError::io("renaming to", out)(e));
+    }
+    Ok(aside)
 }
 
 /// Gives a file a name that nobody else may have, where the system cannot rename so.
@@ -229,11 +247,16 @@ fn remove_old(dir: &Path) -> Option<String> {
             let name = entry.file_name();
             let is_file = entry.file_type()?.is_file();
             match name.to_str().filter(|n| is_file && is_store_file(n)) {
+                // Last: a build that is killed here leaves it to the next one.
+                Some(LOCK) => {}
                 Some(_) => fs::remove_file(entry.path())?,
                 None => kept.push(format!("{name:?}")),
             }
         }
-        Ok(())
+        match fs::remove_file(dir.join(LOCK)) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => Ok(()),
+        }
     });
     if !kept.is_empty() {
         kept.sort();

@@ -1,12 +1,14 @@
 //! The file that a token is in: nobody but its owner may read it.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use expert_wire::auth::{TOKEN_MAX_BYTES, Token, TokenError};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{FlockOperation, Mode, OFlags, flock};
+use rustix::io::Errno;
 use thiserror::Error;
 
 /// Bits of the mode that let others than the owner read or write.
@@ -125,30 +127,54 @@ fn check(path: &Path, file: &File) -> Result<(), TokenFileError> {
 }
 
 /// Writes a new token file, readable by this user alone: the digits of `random`, which come from
-/// the system's random numbers. Says whether it did; a file that is there stays as it is.
+/// the system's random numbers. Says whether it did; a file that is there stays as it is, but for an
+/// empty one of this user, which a process left that was killed before it could write.
 ///
 /// *Errors*: [`TokenFileError::Io`].
 pub fn create(path: &Path, random: &[u8; 32]) -> Result<bool, TokenFileError> {
-    let failed = |source| TokenFileError::Io {
+    write_new(path, random).map_err(|source| TokenFileError::Io {
         path: path.to_owned(),
         source,
-    };
-    let opened = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path);
-    let mut file = match opened {
+    })
+}
+
+fn write_new(path: &Path, random: &[u8; 32]) -> io::Result<bool> {
+    let mut options = OpenOptions::new();
+    options.write(true).mode(0o600);
+    let mut file = match options.clone().create_new(true).open(path) {
         Ok(file) => file,
-        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Ok(false),
-        Err(e) => return Err(failed(e)),
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+            let user = rustix::process::geteuid().as_raw();
+            let is_left = |m: &Metadata| m.is_file() && m.len() == 0 && m.uid() == user;
+            // What it is and whether it can be read is for `read` to say.
+            let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
+            match options.custom_flags(flags).open(path) {
+                Ok(file) if is_left(&file.metadata()?) => file,
+                _ => return Ok(false),
+            }
+        }
+        Err(e) => return Err(e),
     };
+    wait_for_lock(&file);
+    if file.metadata()?.len() > 0 {
+        return Ok(false);
+    }
     let mut text: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
     text.push('\n');
-    file.write_all(text.as_bytes())
-        .and_then(|()| file.sync_all())
-        .map_err(failed)?;
+    file.write_all(text.as_bytes())?;
+    file.sync_all()?;
     Ok(true)
+}
+
+/// Two processes may have found the file empty: one writes, which takes a moment. Where there are no
+/// locks, or whoever has this one keeps it, nothing is gained by waiting.
+fn wait_for_lock(file: &File) {
+    for _ in 0..100 {
+        match flock(file, FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::WOULDBLOCK) => std::thread::sleep(Duration::from_millis(10)),
+            _ => return,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -176,6 +202,18 @@ mod tests {
         assert!(!create(&path, &[0xcd; 32]).unwrap());
         assert_eq!(fs::read_to_string(&path).unwrap(), "ab".repeat(32) + "\n");
         read(&path).unwrap();
+    }
+
+    #[test]
+    fn empty_file_that_a_killed_process_left_is_written_to_and_somebody_elses_words_are_not() {
+        let (_dir, path) = file(0o600, b"");
+        assert!(create(&path, &[0xab; 32]).unwrap());
+        read(&path).unwrap();
+        let (_dir, path) = file(0o600, b"x");
+        assert!(!create(&path, &[0xab; 32]).unwrap());
+        assert_eq!(fs::read(&path).unwrap(), b"x");
+        let dir = tempfile::tempdir().unwrap();
+        assert!(!create(dir.path(), &[0xab; 32]).unwrap());
     }
 
     #[test]

@@ -28,7 +28,7 @@ impl OutFile {
             .write(true)
             .create_new(true)
             .open(&path)
-            .map_err(StoreError::io("creating", &path))?;
+            .map_err(StoreError::create(&path))?;
         if bytes > 0 {
             match fallocate(&file, FallocateFlags::empty(), 0, bytes) {
                 Ok(()) => {}

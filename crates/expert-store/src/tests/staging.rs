@@ -62,6 +62,80 @@ fn next_build_removes_what_a_killed_one_left_and_nothing_else() {
 }
 
 #[test]
+fn store_that_a_killed_build_was_replacing_is_put_back_or_removed() {
+    let scratch = tempfile::tempdir().unwrap();
+    let dir = scratch.path();
+    let out = dir.join("out");
+    let make = |name: &str, with_lock: bool| {
+        fs::create_dir(dir.join(name)).unwrap();
+        fs::write(dir.join(name).join("manifest.json"), v1_manifest()).unwrap();
+        fs::write(dir.join(name).join("layer_00000.xp2"), name).unwrap();
+        if with_lock {
+            fs::write(dir.join(name).join(LOCK), "").unwrap();
+        }
+    };
+    // Moved aside, and the new one did not follow: it is the store.
+    make(".out.tmp-1-0-old", true);
+    make(".out.tmp-1-0", true);
+    // Nothing tells whether its build is at work.
+    make(".out.tmp-1-1-old", false);
+    stale::sweep(&out);
+    assert_eq!(names(dir), [".out.tmp-1-1-old", "out"]);
+    assert_eq!(names(&out), ["layer_00000.xp2", "manifest.json"]);
+    let bytes = fs::read(out.join("layer_00000.xp2")).unwrap();
+    assert_eq!(bytes, b".out.tmp-1-0-old");
+
+    // Killed when the new one was there: under either name the old one goes.
+    make(".out.tmp-1-2", true);
+    make(".out.tmp-1-3-old", true);
+    fs::write(out.join(LOCK), "").unwrap();
+    stale::sweep(&out);
+    assert_eq!(names(dir), [".out.tmp-1-1-old", "out"]);
+    assert_eq!(names(&out), ["layer_00000.xp2", "manifest.json"]);
+
+    // Somebody else's lock, and a lock that is held, stay.
+    fs::write(out.join(LOCK), "mine").unwrap();
+    stale::sweep(&out);
+    assert!(out.join(LOCK).exists());
+    fs::write(out.join(LOCK), "").unwrap();
+    let held = stale::mark(&out).unwrap();
+    stale::sweep(&out);
+    assert!(out.join(LOCK).exists());
+    drop(held);
+    fs::write(out.join("manifest.json"), "somebody else's").unwrap();
+    stale::sweep(&out);
+    assert!(out.join(LOCK).exists());
+}
+
+/// The least that counts as a store's.
+fn v1_manifest() -> &'static str {
+    r#"{"version": 1, "record_stride": 4096, "file_template": "x", "generation": 7}"#
+}
+
+#[test]
+fn replacing_without_an_exchange_of_names_ends_the_same_way() {
+    let scratch = tempfile::tempdir().unwrap();
+    let (dir, out) = (
+        scratch.path().join(".out.tmp-1-0"),
+        scratch.path().join("out"),
+    );
+    for (path, text) in [(&dir, "new"), (&out, "old")] {
+        fs::create_dir(path).unwrap();
+        fs::write(path.join("manifest.json"), text).unwrap();
+    }
+    let mark = stale::mark(&out).unwrap();
+    let aside = swap(&dir, &out).unwrap();
+    assert_eq!(fs::read(out.join("manifest.json")).unwrap(), b"new");
+    // The old one is still at work for others.
+    stale::sweep(&out);
+    assert_eq!(names(&aside), [LOCK, "manifest.json"]);
+    assert_eq!(remove_old(&aside), None);
+    drop(mark);
+    assert_eq!(names(scratch.path()), ["out"]);
+    assert_eq!(names(&out), ["manifest.json"]);
+}
+
+#[test]
 fn replacing_leaves_and_names_what_came_into_the_old_directory_meanwhile() {
     let scratch = tempfile::tempdir().unwrap();
     let out = scratch.path().join("out");
