@@ -127,7 +127,7 @@ fn run(args: &PeerArgs) -> anyhow::Result<()> {
     tell_systemd(NotifyState::Stopping);
     let stats = peer.stats();
     info!(
-        "ending: {} connections, {} turned away, {} unauthorized, {} requests, {} sent",
+        "ending: {} connections, {} turned away ({} of them unauthorized), {} requests, {} sent",
         stats.connections_accepted,
         stats.connections_refused,
         stats.auth_refused,

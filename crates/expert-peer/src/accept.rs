@@ -17,6 +17,7 @@ use tracing::{debug, warn};
 use crate::connection::{self, Connection};
 use crate::net::{Wake, tune, wait};
 use crate::peer::Shared;
+use crate::refusal::Refusal;
 use crate::stats::add;
 
 /// Stack of a connection's thread: its frames are small, buffers are on the heap.
@@ -103,31 +104,25 @@ fn admit(shared: &Arc<Shared>, stream: OwnedFd, address: IpAddr) {
     // So that one address cannot keep all others out.
     let same_max = limits.handshakes_max - limits.handshakes_max / 4;
     let over = if connections.len() >= limits.connections_max {
-        Some((
-            "connections in all",
-            &shared.counters.refused_by_connections,
-        ))
+        Some(("connections in all", Refusal::LimitTotal))
     } else if same_address >= limits.connections_per_address_max {
-        Some((
-            "connections from one address",
-            &shared.counters.refused_by_address,
-        ))
+        Some(("connections from one address", Refusal::LimitAddress))
     } else if handshaking >= limits.handshakes_max || same_handshaking >= same_max {
-        Some(("handshakes at once", &shared.counters.refused_by_handshakes))
+        Some(("handshakes at once", Refusal::LimitHandshakes))
     } else {
         None
     };
-    if let Some((over, counter)) = over {
+    if let Some((over, why)) = over {
         drop(connections);
-        add(counter, 1);
-        return turn_away(shared, &stream, address, over);
+        return turn_away(shared, &stream, address, over, why);
     }
     tune(&stream, limits, shared.config.send_buffer_bytes);
     let wake = match Wake::new() {
         Ok(wake) => wake,
         Err(e) => {
             drop(connections);
-            return turn_away(shared, &stream, address, &format!("descriptors ({e})"));
+            let over = format!("descriptors ({e})");
+            return turn_away(shared, &stream, address, &over, Refusal::Resources);
         }
     };
     let connection = Arc::new(Connection {
@@ -156,13 +151,14 @@ fn admit(shared: &Arc<Shared>, stream: OwnedFd, address: IpAddr) {
             &connection.stream,
             address,
             &format!("threads ({e})"),
+            Refusal::Resources,
         ),
     }
 }
 
 /// Says `busy` as far as that goes without waiting.
-fn turn_away(shared: &Shared, stream: &OwnedFd, address: IpAddr, over: &str) {
-    add(&shared.counters.refused, 1);
+fn turn_away(shared: &Shared, stream: &OwnedFd, address: IpAddr, over: &str, why: Refusal) {
+    shared.counters.refused(why);
     if shared.busy_log.allows() {
         warn!("{address}: turned away, too many {over}");
     }

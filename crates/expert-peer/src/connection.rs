@@ -26,6 +26,7 @@ use tracing::{debug, warn};
 use crate::epoch::{self, Epoch};
 use crate::net::{self, Wake, wait};
 use crate::peer::Shared;
+use crate::refusal::Refusal;
 use crate::send::{Answer, SendError, Sender};
 use crate::shares::Share;
 use crate::stats::{Answering, add};
@@ -90,7 +91,10 @@ pub(crate) fn serve(shared: &Shared, connection: &Connection) {
     let epoch = shared.epoch();
     let session = match session(shared, &epoch) {
         Ok(session) => session,
-        Err(e) => return warn!("{}: no random numbers: {e}: closed", connection.address),
+        Err(e) => {
+            shared.counters.refused(Refusal::Resources);
+            return warn!("{}: no random numbers: {e}: closed", connection.address);
+        }
     };
     let transfer = shared
         .config
@@ -121,6 +125,9 @@ pub(crate) fn serve(shared: &Shared, connection: &Connection) {
     let Err(end) = driver.run();
     let address = connection.address;
     let left_early = driver.session.awaits_proof();
+    if let Some(why) = refusal(&end, left_early, connection) {
+        shared.counters.refused(why);
+    }
     match &end {
         End::Refused(reason) if reason.code() == ErrorCode::Unauthorized => {
             unauthorized(shared, address, &end);
@@ -151,9 +158,21 @@ pub(crate) fn serve(shared: &Shared, connection: &Connection) {
     driver.close(&end);
 }
 
-/// Counts a client without the token, and says so now and then: anyone can provoke this.
+/// Why the connection was not served, where it was not, and not because the client changed its mind.
+fn refusal(end: &End, left_early: bool, connection: &Connection) -> Option<Refusal> {
+    let handshaking = connection.handshaking.load(Ordering::SeqCst);
+    match end {
+        End::Refused(reason) if reason.code() == ErrorCode::Unauthorized => Some(Refusal::Auth),
+        End::Eof | End::Torn | End::Gone(_) if left_early => Some(Refusal::Auth),
+        End::Refused(_) if handshaking => Some(Refusal::Protocol),
+        End::Timeout(_) if handshaking => Some(Refusal::HandshakeTimeout),
+        End::NoRails(_) => Some(Refusal::Rails),
+        _ => None,
+    }
+}
+
+/// Says now and then that a client does not know the token: anyone can provoke this.
 fn unauthorized(shared: &Shared, address: IpAddr, why: &dyn std::fmt::Display) {
-    add(&shared.counters.auth_refused, 1);
     if shared.auth_log.allows() {
         warn!("{address}: unauthorized: {why}: closed");
     }

@@ -3,8 +3,8 @@
 use expert_metrics::Page;
 use expert_wire::message::ErrorCode;
 
-use crate::PeerStats;
 use crate::stats::CODES;
+use crate::{PeerStats, Refusal};
 
 /// What every page has, whether or not there is a peer yet.
 pub(crate) fn head(is_ready: bool) -> Page {
@@ -32,6 +32,11 @@ pub(crate) fn add(page: &mut Page, stats: &PeerStats) {
         stats.epoch.into(),
     );
     gauge(
+        "atlas_expert_peer_last_reload_ok",
+        "0 while a store is served because the next one could not be taken up, else 1.",
+        (!stats.last_reload_failed).into(),
+    );
+    gauge(
         "atlas_expert_peer_connections",
         "Connections now.",
         stats.connections_active,
@@ -53,11 +58,6 @@ pub(crate) fn add(page: &mut Page, stats: &PeerStats) {
         "atlas_expert_peer_connections_accepted_total",
         "Connections that were let in.",
         stats.connections_accepted,
-    );
-    counter(
-        "atlas_expert_peer_connections_refused_total",
-        "Connections that were turned away because of a limit.",
-        stats.connections_refused,
     );
     counter(
         "atlas_expert_peer_auth_refused_total",
@@ -114,6 +114,13 @@ pub(crate) fn add(page: &mut Page, stats: &PeerStats) {
         "Reloads that failed; the store before goes on being served.",
         stats.reloads_failed,
     );
+    let mut refused = page.counter(
+        "atlas_expert_peer_connections_refused_total",
+        "Connections that ended before they were served, by the reason.",
+    );
+    for why in Refusal::ALL {
+        refused.count(&[("reason", why.name())], stats.refused(why));
+    }
     let mut errors = page.counter(
         "atlas_expert_peer_errors_total",
         "Requests refused, by the code that the client was told.",
@@ -188,6 +195,28 @@ mod tests {
         let docs = include_str!("../../../docs/operations.md");
         let found = expert_metrics::differences(&text, docs, &["atlas_expert_peer_"]);
         assert_eq!(found, [""; 0]);
+    }
+
+    #[test]
+    fn refusals_are_shown_by_reason_those_that_did_not_occur_too_and_each_is_in_the_docs() {
+        let mut page = Page::new();
+        let stats = PeerStats {
+            refusals: vec![(Refusal::LimitAddress, 3)],
+            ..PeerStats::default()
+        };
+        add(&mut page, &stats);
+        let text = page.render();
+        let docs = include_str!("../../../docs/operations.md");
+        for why in Refusal::ALL {
+            let count = if why == Refusal::LimitAddress { 3 } else { 0 };
+            let line = format!(
+                "atlas_expert_peer_connections_refused_total{{reason=\"{}\"}} {count}\n",
+                why.name()
+            );
+            assert!(text.contains(&line), "{line} {text}");
+            let row = format!("\n| `{}` | ", why.name());
+            assert!(docs.contains(&row), "no row {row} in the docs");
+        }
     }
 
     #[test]

@@ -189,7 +189,9 @@ impl Peer {
 
     /// Counts a store that could not even be opened, so that [`Self::reload`] was not called.
     pub fn note_failed_reload(&self) {
-        add(&self.shared.counters.reloads_failed, 1);
+        let counters = &self.shared.counters;
+        add(&counters.reloads_failed, 1);
+        counters.last_reload_failed.store(true, Ordering::Relaxed);
     }
 
     /// Stops listening, lets answers on their way finish for half of `deadline`, cuts what is

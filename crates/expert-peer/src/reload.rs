@@ -48,7 +48,9 @@ impl Peer {
             epoch.check_files(&self.shared.counters);
         }
         self.shared.take_up(epoch);
-        add(&self.shared.counters.reloads, 1);
+        let counters = &self.shared.counters;
+        add(&counters.reloads, 1);
+        counters.last_reload_failed.store(false, Ordering::Relaxed);
         let connections = self.shared.wake_connections();
         info!("serving epoch {number}; {connections} connections are told");
         if let (Some(verbs), Some(served)) = (&self.shared.verbs, old.serve(None)) {

@@ -1,10 +1,12 @@
 //! What a peer has done so far.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Instant;
 
 use expert_metrics::{Buckets, Durations};
 use expert_wire::message::ErrorCode;
+
+use crate::refusal::{self, Refusal};
 
 /// One more than the largest error code on the wire.
 pub(crate) const CODES: usize = 16;
@@ -31,14 +33,10 @@ pub struct RailStats {
 pub struct PeerStats {
     /// Connections that were let in.
     pub connections_accepted: u64,
-    /// Connections that were turned away because of a limit.
+    /// Connections that ended before they were served.
     pub connections_refused: u64,
-    /// ... because of all connections there were already.
-    pub refused_by_connections: u64,
-    /// ... because of those from the same address.
-    pub refused_by_address: u64,
-    /// ... because of those whose handshake was not done.
-    pub refused_by_handshakes: u64,
+    /// The same by reason; reasons that did not occur are left out.
+    pub refusals: Vec<(Refusal, u64)>,
     /// Clients that did not prove that they know the token: another one, none, or v1.
     pub auth_refused: u64,
     /// Rails that were not opened because their client had too many queue pairs.
@@ -71,6 +69,8 @@ pub struct PeerStats {
     pub reloads: u64,
     /// Times that another store was to be taken up and was not.
     pub reloads_failed: u64,
+    /// Whether the last of all was not, so that the store before it is served.
+    pub last_reload_failed: bool,
     /// Number of the store served now.
     pub epoch: u32,
     /// Rails, in the order that clients see; empty without verbs.
@@ -82,11 +82,7 @@ pub struct PeerStats {
 #[derive(Default)]
 pub(crate) struct Counters {
     pub(crate) accepted: AtomicU64,
-    pub(crate) refused: AtomicU64,
-    pub(crate) refused_by_connections: AtomicU64,
-    pub(crate) refused_by_address: AtomicU64,
-    pub(crate) refused_by_handshakes: AtomicU64,
-    pub(crate) auth_refused: AtomicU64,
+    refusals: refusal::Counts,
     pub(crate) qps_refused: AtomicU64,
     pub(crate) timed_out: AtomicU64,
     pub(crate) requests: AtomicU64,
@@ -96,12 +92,26 @@ pub(crate) struct Counters {
     pub(crate) store_changes: AtomicU64,
     pub(crate) reloads: AtomicU64,
     pub(crate) reloads_failed: AtomicU64,
+    /// Whether the last one did.
+    pub(crate) last_reload_failed: AtomicBool,
     pub(crate) answering: AtomicU64,
     pub(crate) answers: Durations,
     errors: [AtomicU64; CODES],
 }
 
+impl PeerStats {
+    /// Connections that ended before they were served, for that reason.
+    pub fn refused(&self, why: Refusal) -> u64 {
+        let found = self.refusals.iter().find(|(r, _)| *r == why);
+        found.map_or(0, |(_, count)| *count)
+    }
+}
+
 impl Counters {
+    pub(crate) fn refused(&self, why: Refusal) {
+        add(&self.refusals[why as usize], 1);
+    }
+
     pub(crate) fn error(&self, code: ErrorCode) {
         if let Some(counter) = self.errors.get(code as usize) {
             add(counter, 1);
@@ -112,11 +122,13 @@ impl Counters {
         let load = |counter: &AtomicU64| counter.load(Relaxed);
         PeerStats {
             connections_accepted: load(&self.accepted),
-            connections_refused: load(&self.refused),
-            refused_by_connections: load(&self.refused_by_connections),
-            refused_by_address: load(&self.refused_by_address),
-            refused_by_handshakes: load(&self.refused_by_handshakes),
-            auth_refused: load(&self.auth_refused),
+            connections_refused: self.refusals.iter().map(load).sum(),
+            refusals: Refusal::ALL
+                .into_iter()
+                .map(|why| (why, load(&self.refusals[why as usize])))
+                .filter(|(_, count)| *count > 0)
+                .collect(),
+            auth_refused: load(&self.refusals[Refusal::Auth as usize]),
             qps_refused: load(&self.qps_refused),
             turns_waited: 0,
             connections_active: active,
@@ -135,6 +147,7 @@ impl Counters {
             files_refused: 0, // the store served now knows
             reloads: load(&self.reloads),
             reloads_failed: load(&self.reloads_failed),
+            last_reload_failed: self.last_reload_failed.load(Relaxed),
             epoch: 0, // ... and its number
             rails: Vec::new(),
             mapping: None,

@@ -56,6 +56,12 @@ impl Monitor {
         }
     }
 
+    /// Whether a store is served because the next one could not be taken up.
+    pub fn last_reload_failed(&self) -> bool {
+        let shared = self.0.upgrade();
+        shared.is_some_and(|s| s.counters.last_reload_failed.load(Ordering::Relaxed))
+    }
+
     /// The peer's numbers; `None` once it has ended.
     pub fn stats(&self) -> Option<PeerStats> {
         Some(self.0.upgrade()?.stats())
@@ -102,6 +108,10 @@ impl StatusPages {
                 Some(Err(why)) => Reply::text(503, &why),
             }),
             "/readyz" => Some(match self.readiness() {
+                Ok(()) if self.last_reload_failed() => Reply::text(
+                    200,
+                    "ready, with the store before: the last reload failed, the log says why",
+                ),
                 Ok(()) => Reply::text(200, "ready"),
                 Err(why) => Reply::text(503, why),
             }),
@@ -114,6 +124,11 @@ impl StatusPages {
             None => Err("starting: the store is opened, read and registered"),
             Some(monitor) => monitor.readiness(),
         }
+    }
+
+    fn last_reload_failed(&self) -> bool {
+        let monitor = self.monitor.get();
+        monitor.is_some_and(Monitor::last_reload_failed)
     }
 
     fn metrics(&self) -> String {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::*;
-use expert_peer::{Peer, Transfer};
+use expert_peer::{Peer, Refusal, Transfer};
 use expert_wire::frame::{FrameHeader, FrameKind};
 use expert_wire::message::{
     CatalogueRequest, ErrorCode, ReadRequest, SECTION_CHECKSUMS, SECTION_SEGMENTS,
@@ -377,7 +377,15 @@ fn five_hundred_connections_leave_the_peer_whole() {
         refused += n;
     }
     let stats = peer.stats();
-    assert_eq!(stats.connections_refused, refused as u64);
+    let by_limits: u64 = [
+        Refusal::LimitTotal,
+        Refusal::LimitAddress,
+        Refusal::LimitHandshakes,
+    ]
+    .map(|why| stats.refused(why))
+    .iter()
+    .sum();
+    assert_eq!(by_limits, refused as u64);
     assert!((500 - 127..500).contains(&refused), "{refused} refused");
     assert!(stats.connections_active <= 128);
     let key = Key::new(1, 1);

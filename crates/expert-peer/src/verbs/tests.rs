@@ -475,6 +475,9 @@ fn v1_client_that_asks_for_more_rails_or_for_layers_in_pieces_is_hung_up() {
     knobs.region_bytes_max.store(3 * 4096, Ordering::SeqCst);
     let peer = try_start(&source, &knobs, options()).unwrap();
     Client::v1_verbs(peer.local_addr(), 1).expect_end();
+    until("it is counted", || {
+        peer.stats().refusals == [(crate::Refusal::Rails, 1)]
+    });
     let (mut client, welcome) = Client::v2(peer.local_addr());
     assert_eq!(
         client
@@ -614,4 +617,14 @@ fn failed_reload_is_counted_and_the_page_shows_it() {
         (stats.reloads, stats.reloads_failed, stats.epoch),
         (0, 2, 1)
     );
+    let pages = crate::StatusPages::new();
+    pages.watch(&peer);
+    let page = |path| pages.get(path).unwrap();
+    let failed = "atlas_expert_peer_last_reload_ok 0\n";
+    assert!(page("/metrics").body.contains(failed));
+    let ready = page("/readyz");
+    assert!(ready.status == 200 && ready.body.contains("reload failed"));
+    peer.reload(source).unwrap();
+    assert!(!page("/metrics").body.contains(failed));
+    assert_eq!(page("/readyz").body, "ready\n");
 }
