@@ -224,7 +224,7 @@ fn server_with_faults_ends_fetch_in_time_with_exit_code_1_and_the_reason() {
         "0",
     ];
     for (faults, time, reason) in [
-        (&["--silent"][..], &[][..], "no answer in time"),
+        (&["--silent"][..], &[][..], "the handshake timed out after"),
         (&["--garbage"], &[], "no expert peer"),
         (
             &["--announce-bytes", "4294967295"],

@@ -12,7 +12,7 @@ use expert_wire::limits;
 use expert_wire::message::{ErrorCode, ErrorFrame, Role, Welcome};
 
 use crate::engine::later;
-use crate::error::TierError;
+use crate::error::{Step, TierError};
 use crate::rail::ContentTag;
 use crate::rails::socket;
 use crate::sync::lock;
@@ -93,6 +93,8 @@ impl Control {
                     self.keep(connection);
                     return Err(self.refused(&frame));
                 }
+                // There is no time left to ask anew.
+                Err(AskError::TimedOut(waited_ms)) => return Err(self.timed_out(waited_ms)),
                 Err(AskError::Broken(why)) => {
                     tracing::debug!(addr = %self.addr, "control connection broke: {why}");
                 }
@@ -114,10 +116,19 @@ impl Control {
                 self.keep(connection);
                 Err(self.refused(&frame))
             }
+            Err(AskError::TimedOut(waited_ms)) => Err(self.timed_out(waited_ms)),
             Err(AskError::Broken(why)) => Err(TierError::Connect {
                 addr: self.addr.clone(),
                 why,
             }),
+        }
+    }
+
+    fn timed_out(&self, waited_ms: u128) -> TierError {
+        TierError::TimedOut {
+            addr: self.addr.clone(),
+            step: Step::Answer,
+            waited_ms,
         }
     }
 
@@ -165,7 +176,9 @@ impl Control {
 pub(crate) enum AskError {
     /// The peer said so; the connection goes on.
     Refused(ErrorFrame),
-    /// The connection is of no use any more.
+    /// Not within so many milliseconds; the connection is of no use any more.
+    TimedOut(u128),
+    /// The same for another reason.
     Broken(String),
 }
 
@@ -173,6 +186,7 @@ impl std::fmt::Display for AskError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Refused(frame) => write!(f, "{} ({:?})", frame.message, frame.code),
+            Self::TimedOut(ms) => write!(f, "the peer's answer timed out after {ms} ms"),
             Self::Broken(why) => f.write_str(why),
         }
     }
@@ -200,7 +214,7 @@ impl Connection {
 
     /// Takes one frame that nobody asked for: call it when the stream is readable.
     pub(crate) fn take_notice(&mut self, limit: Instant) -> Result<(), AskError> {
-        match self.next_frame(limit)? {
+        match self.next_frame(Time::until(limit))? {
             (
                 FrameHeader {
                     id: 0,
@@ -227,7 +241,7 @@ impl Connection {
     ) -> Result<(), AskError> {
         let mut out = Vec::new();
         frame::push_frame(&mut out, kind, 0, payload);
-        self.write(&out, limit)
+        self.write(&out, Time::until(limit))
     }
 
     /// Asks one question and waits for its answer.
@@ -242,9 +256,10 @@ impl Connection {
         self.next_id += 1;
         let mut out = Vec::new();
         frame::push_frame(&mut out, kind, id, payload);
-        self.write(&out, limit)?;
+        let time = Time::until(limit);
+        self.write(&out, time)?;
         for _ in 0..STRAY_FRAMES_MAX {
-            let (header, bytes) = self.next_frame(limit)?;
+            let (header, bytes) = self.next_frame(time)?;
             match header.kind {
                 kind if kind == answer && header.id == id => return Ok(bytes),
                 FrameKind::Error => {
@@ -269,15 +284,15 @@ impl Connection {
     }
 
     /// The next frame; notices are taken note of and pings answered on the way.
-    fn next_frame(&mut self, limit: Instant) -> Result<(FrameHeader, Vec<u8>), AskError> {
+    fn next_frame(&mut self, time: Time) -> Result<(FrameHeader, Vec<u8>), AskError> {
         let mut header = [0; frame::HEADER_BYTES];
-        self.read(&mut header, limit)?;
+        self.read(&mut header, time)?;
         let header = FrameHeader::decode(&header, limits::FRAME_MAX_BYTES)
             .map_err(|e| AskError::Broken(e.to_string()))?;
         if header.kind == FrameKind::Data {
             return Err(AskError::Broken("unexpected DATA frame".into()));
         }
-        let bytes = self.read_payload(header.payload_bytes as usize, limit)?;
+        let bytes = self.read_payload(header.payload_bytes as usize, time)?;
         match header.kind {
             FrameKind::StoreChanged => {
                 self.welcome =
@@ -286,7 +301,7 @@ impl Connection {
             FrameKind::Ping if bytes.len() <= 64 => {
                 let mut pong = Vec::new();
                 frame::push_frame(&mut pong, FrameKind::Pong, header.id, &bytes);
-                self.write(&pong, limit)?;
+                self.write(&pong, time)?;
             }
             FrameKind::Ping => return Err(AskError::Broken("a ping of more than 64 bytes".into())),
             FrameKind::Goodbye => return Err(AskError::Broken("the peer said goodbye".into())),
@@ -295,35 +310,28 @@ impl Connection {
         Ok((header, bytes))
     }
 
-    fn write(&mut self, bytes: &[u8], limit: Instant) -> Result<(), AskError> {
-        let left = limit.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(AskError::Broken("no time left to ask".into()));
-        }
+    fn write(&mut self, bytes: &[u8], time: Time) -> Result<(), AskError> {
         self.stream
-            .set_write_timeout(Some(left))
+            .set_write_timeout(Some(time.left()?))
             .and_then(|()| self.stream.write_all(bytes))
-            .map_err(|e| AskError::Broken(e.to_string()))
+            .map_err(|e| time.error(&e))
     }
 
-    fn read_payload(&mut self, bytes: usize, limit: Instant) -> Result<Vec<u8>, AskError> {
+    fn read_payload(&mut self, bytes: usize, time: Time) -> Result<Vec<u8>, AskError> {
         // Grows with what arrives: an announcement alone reserves little.
         let mut payload = Vec::new();
         while payload.len() < bytes {
             let at = payload.len();
             payload.resize(bytes.min(at + (1 << 20)), 0);
-            self.read(&mut payload[at..], limit)?;
+            self.read(&mut payload[at..], time)?;
         }
         Ok(payload)
     }
 
-    fn read(&mut self, buffer: &mut [u8], limit: Instant) -> Result<(), AskError> {
+    fn read(&mut self, buffer: &mut [u8], time: Time) -> Result<(), AskError> {
         let mut at = 0;
         while at < buffer.len() {
-            let left = limit.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(AskError::Broken("no answer in time".into()));
-            }
+            let left = time.left()?;
             let read = self
                 .stream
                 .set_read_timeout(Some(left))
@@ -332,9 +340,46 @@ impl Connection {
                 Ok(0) => return Err(AskError::Broken("the peer closed the connection".into())),
                 Ok(n) => at += n,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(AskError::Broken(e.to_string())),
+                Err(e) => return Err(time.error(&e)),
             }
         }
         Ok(())
+    }
+}
+
+/// When a question was asked, and until when its answer is waited for.
+#[derive(Clone, Copy)]
+struct Time {
+    start: Instant,
+    limit: Instant,
+}
+
+impl Time {
+    fn until(limit: Instant) -> Self {
+        Self {
+            start: Instant::now(),
+            limit,
+        }
+    }
+
+    fn timed_out(self) -> AskError {
+        AskError::TimedOut(self.start.elapsed().as_millis())
+    }
+
+    /// What is left of it, never nothing: sockets take 0 for no limit.
+    fn left(self) -> Result<Duration, AskError> {
+        let left = self.limit.saturating_duration_since(Instant::now());
+        match left.is_zero() {
+            true => Err(self.timed_out()),
+            false => Ok(left),
+        }
+    }
+
+    /// A socket calls its own time-out an operation that would block.
+    fn error(self, e: &io::Error) -> AskError {
+        match e.kind() {
+            io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => self.timed_out(),
+            _ => AskError::Broken(e.to_string()),
+        }
     }
 }

@@ -10,6 +10,44 @@ use thiserror::Error;
 
 use crate::rail::BadChunk;
 
+/// What a peer was to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Step {
+    /// Accept a connection.
+    Connect,
+    /// Shake hands.
+    Handshake,
+    /// Answer a question.
+    Answer,
+}
+
+impl Step {
+    fn todo(self) -> &'static str {
+        match self {
+            Self::Connect => {
+                "is the machine up, and does a firewall let the port through (`nc -vz HOST PORT`)?"
+            }
+            Self::Handshake => {
+                "somebody listens there and says nothing: another service, or a peer that hangs (look at its log, or at its /healthz)"
+            }
+            Self::Answer => {
+                "the peer hangs, is overloaded, or the network lost the way to it: look at its log, or at its /healthz"
+            }
+        }
+    }
+}
+
+impl std::fmt::Display for Step {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Connect => "connecting",
+            Self::Handshake => "the handshake",
+            Self::Answer => "an answer",
+        })
+    }
+}
+
 /// Why a tier could not be made or did not do what was asked.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -38,6 +76,26 @@ pub enum TierError {
         addr: String,
         /// What happened, and what to do.
         why: String,
+    },
+    /// The peer did not do its part in time.
+    #[error("{addr}: {step} timed out after {waited_ms} ms; {todo}", todo = .step.todo())]
+    TimedOut {
+        /// Address of the peer.
+        addr: String,
+        /// What was waited for.
+        step: Step,
+        /// How long.
+        waited_ms: u128,
+    },
+    /// The system's resolver did not say in time where a peer is.
+    #[error(
+        "{addr}: looking up the name timed out after {waited_ms} ms; does the name server answer (`getent hosts NAME`)? an address instead of the name needs none"
+    )]
+    NameTimedOut {
+        /// `host:port` of the peer.
+        addr: String,
+        /// How long it was waited for.
+        waited_ms: u128,
     },
     /// One-sided READs were required, and this machine cannot do them.
     #[error(
@@ -254,6 +312,8 @@ impl TierError {
     pub fn is_retryable(&self) -> bool {
         match self {
             Self::Connect { .. }
+            | Self::TimedOut { .. }
+            | Self::NameTimedOut { .. }
             | Self::Missing { .. }
             | Self::ContentChanged { .. }
             | Self::Unavailable { .. }

@@ -359,9 +359,12 @@ impl SourceArgs {
         let limit = Instant::now() + Duration::from_secs(self.wait.into());
         loop {
             match builder.describe_sources(sources) {
-                Err(TierError::Connect { .. } | TierError::Missing { .. })
-                    if Instant::now() < limit =>
-                {
+                Err(
+                    TierError::Connect { .. }
+                    | TierError::TimedOut { .. }
+                    | TierError::NameTimedOut { .. }
+                    | TierError::Missing { .. },
+                ) if Instant::now() < limit => {
                     anyhow::ensure!(!cancel.load(Ordering::Relaxed), "interrupted");
                     std::thread::sleep(Duration::from_millis(200));
                 }

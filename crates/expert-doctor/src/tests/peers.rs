@@ -4,6 +4,7 @@ use atlas_rdma::attributes::Mtu;
 use atlas_rdma::choose::{Endpoint, RailChoice, Wanted, choose_rails};
 use expert_store::info::{StoreInfo, StoreKind};
 use expert_store::{Container, StackClass};
+use expert_tier::error::Step;
 use expert_tier::{PeerLook, PeerRail, TierError};
 use expert_wire::verbs::{GID_ROCE_V2, LINK_ETHERNET, RailInfo};
 
@@ -227,9 +228,10 @@ fn peer_of_version_1_and_peer_that_does_not_answer_are_named() {
     };
     assert_eq!(peer::protocol("far:1", &look(1)).level, Level::Warning);
     assert_eq!(peer::protocol("far:1", &look(2)).level, Level::Ok);
-    let silent = TierError::Connect {
+    let silent = TierError::TimedOut {
         addr: "far:9909".into(),
-        why: "no answer in time".into(),
+        step: Step::Handshake,
+        waited_ms: 5000,
     };
     let finding = peer::unreachable("far:9909", &silent);
     assert_eq!(finding.level, Level::Failure);

@@ -76,11 +76,11 @@ impl TierBuilder {
     /// all records.
     ///
     /// *Errors*: [`TierError::NoVerbs`] where verbs are required and cannot be had,
-    /// [`TierError::Connect`], [`TierError::Handshake`], [`TierError::Catalogue`] where a peer says
+    /// [`TierError::Connect`], [`TierError::TimedOut`], [`TierError::NameTimedOut`],
+    /// [`TierError::Handshake`], [`TierError::Catalogue`] where a peer says
     /// what cannot be true, [`TierError::OtherContent`], [`TierError::DifferentContents`] and
     /// [`TierError::Unproven`] where sources do not belong together, [`TierError::Missing`] where
-    /// they lack records, each within the connect time-out, or twice that where there are several (and, where an address is a name, the
-    /// time that the system's resolver takes).
+    /// they lack records, each within the connect time-out, or twice that where there are several.
     pub fn connect_sources(
         self,
         sources: &Sources,

@@ -37,8 +37,8 @@ pub struct PeerRail {
 impl TierBuilder {
     /// Shakes hands with one peer (`host:port`) and asks for its rails.
     ///
-    /// *Errors*: [`TierError::Connect`], [`TierError::Handshake`], [`TierError::Catalogue`] where the answer makes no
-    /// sense, each within the connect time-out.
+    /// *Errors*: [`TierError::Connect`], [`TierError::TimedOut`], [`TierError::NameTimedOut`],
+    /// [`TierError::Handshake`], [`TierError::Catalogue`] where the answer makes no sense, each within the connect time-out.
     pub fn look_at(&self, addr: &str) -> Result<PeerLook, TierError> {
         let limit = later(Instant::now(), self.connect_timeout);
         let token = self.auth_token.clone();

@@ -28,9 +28,9 @@ use super::local::link_code;
 use super::plan::RegionTable;
 use super::{OwnRail, VerbsConfig};
 use crate::control::{AskError, Connection, Control};
-use crate::error::TierError;
+use crate::error::{Step, TierError};
 use crate::rail::ContentTag;
-use crate::rails::socket;
+use crate::rails::socket::{self, Clock};
 use crate::rails::tcp::v1_tag;
 use crate::sync::lock;
 
@@ -461,7 +461,7 @@ fn open_v1(
     let queue = &queues[0];
     let mut io = Deadlined {
         stream: &mut stream,
-        limit,
+        clock: Clock::until(&config.addr, limit),
     };
     io.write(&[rails])?;
     let mut reader = V1ServerRails::default();
@@ -546,24 +546,19 @@ fn local_reads(config: &VerbsConfig) -> u8 {
 /// A stream whose every step ends by a moment.
 struct Deadlined<'a> {
     stream: &'a mut TcpStream,
-    limit: Instant,
+    clock: Clock<'a>,
 }
 
 impl Deadlined<'_> {
-    fn left(&self) -> Result<Duration, String> {
-        let left = self.limit.saturating_duration_since(Instant::now());
-        match left.is_zero() {
-            true => Err("no answer in time".into()),
-            false => Ok(left),
-        }
-    }
-
     fn write(&mut self, bytes: &[u8]) -> Result<(), String> {
-        let left = self.left()?;
+        let left = self
+            .clock
+            .left(Step::Handshake)
+            .map_err(|e| e.to_string())?;
         self.stream
             .set_write_timeout(Some(left))
             .and_then(|()| self.stream.write_all(bytes))
-            .map_err(|e| e.to_string())
+            .map_err(|e| self.clock.error(Step::Handshake, &e).to_string())
     }
 
     fn read(&mut self, bytes: usize) -> Result<Vec<u8>, String> {
@@ -571,7 +566,10 @@ impl Deadlined<'_> {
         let mut buffer = vec![0; bytes];
         let mut at = 0;
         while at < bytes {
-            let left = self.left()?;
+            let left = self
+                .clock
+                .left(Step::Handshake)
+                .map_err(|e| e.to_string())?;
             let read = self
                 .stream
                 .set_read_timeout(Some(left))
@@ -580,7 +578,7 @@ impl Deadlined<'_> {
                 Ok(0) => return Err("the peer hung up during the handshake".into()),
                 Ok(n) => at += n,
                 Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(e.to_string()),
+                Err(e) => return Err(self.clock.error(Step::Handshake, &e).to_string()),
             }
         }
         Ok(buffer)
