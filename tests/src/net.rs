@@ -17,6 +17,7 @@ pub mod fake;
 pub mod gate;
 pub mod model;
 pub mod no_rdma;
+pub mod pages;
 pub mod parts;
 pub mod process;
 pub mod proxy;

@@ -1,13 +1,14 @@
 //! What a peer shows to those who watch it, as a process: metrics, health, readiness, the service
 //! manager's socket, and what signals do to them.
 
-use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::io::Write;
+use std::net::TcpStream;
 use std::os::unix::net::UnixDatagram;
 use std::time::Duration;
 
 use atlas_expert_tests::binary;
 use atlas_expert_tests::net::model::{Model, Sizes};
+use atlas_expert_tests::net::pages::{get, metric};
 use atlas_expert_tests::net::process::PeerProcess;
 use atlas_expert_tests::net::raw::RawClient;
 use atlas_expert_tests::net::{SLACK, wait_until};
@@ -15,39 +16,11 @@ use expert_wire::Key;
 use expert_wire::message::ReadRequest;
 use rustix::process::Signal;
 
-fn metrics_address(peer: &PeerProcess) -> SocketAddr {
-    let address = peer.ready["metrics"].as_str().expect("an address");
-    address.parse().expect("an address")
-}
-
-/// Status and body of a page.
-fn get(address: SocketAddr, path: &str) -> (u16, String) {
-    let mut stream = TcpStream::connect(address).expect("the status port");
-    stream.set_read_timeout(Some(SLACK)).expect("a time-out");
-    write!(stream, "GET {path} HTTP/1.1\r\nHost: a\r\n\r\n").expect("sending");
-    let mut text = String::new();
-    stream.read_to_string(&mut text).expect("an answer");
-    let (head, body) = text.split_once("\r\n\r\n").expect("headers");
-    let status = head.split(' ').nth(1).expect("a status");
-    (status.parse().expect("a number"), body.to_owned())
-}
-
-/// The value of a metric without labels.
-fn metric(address: SocketAddr, name: &str) -> f64 {
-    let (status, page) = get(address, "/metrics");
-    assert_eq!(status, 200, "{page}");
-    let line = page
-        .lines()
-        .find_map(|l| l.strip_prefix(name)?.strip_prefix(' '));
-    let value = line.unwrap_or_else(|| panic!("no {name} in {page}"));
-    value.parse().expect("a number")
-}
-
 #[test]
 fn metrics_count_what_was_served_and_a_reload() {
     let model = Model::bf16(Sizes::SMALL);
     let peer = PeerProcess::start(&model.checkpoint, &["--metrics", "0"]);
-    let status = metrics_address(&peer);
+    let status = peer.metrics();
     assert!(status.ip().is_loopback(), "a port alone is one of loopback");
     assert_eq!(get(status, "/readyz"), (200, "ready\n".into()));
     assert_eq!(get(status, "/healthz"), (200, "ok\n".into()));
@@ -93,7 +66,7 @@ fn metrics_count_what_was_served_and_a_reload() {
 fn reload_of_a_damaged_store_is_counted_and_the_peer_goes_on() {
     let model = Model::bf16(Sizes::SMALL);
     let peer = PeerProcess::start(&model.checkpoint, &["--metrics", "0"]);
-    let status = metrics_address(&peer);
+    let status = peer.metrics();
     // Renamed away, not written to: the files that are served stay what they are.
     for file in model.files() {
         let away = file.with_extension("away");
@@ -120,7 +93,7 @@ fn peer_that_drains_is_alive_and_not_ready() {
     let model = Model::bf16(Sizes::LARGE);
     let flags = ["--metrics", "127.0.0.1:0", "--shutdown-timeout", "20"];
     let peer = PeerProcess::start(&model.checkpoint, &flags);
-    let status = metrics_address(&peer);
+    let status = peer.metrics();
     // It asks for more than fits any buffer, and does not read: the peer waits for it.
     let (mut greedy, welcome) = RawClient::v2(peer.addr);
     for id in 1..100 {
@@ -199,7 +172,7 @@ fn metrics_address_that_cannot_be_used_ends_the_peer_with_an_error_that_names_it
 fn a_slow_reader_of_metrics_keeps_no_peer_from_ending() {
     let model = Model::bf16(Sizes::SMALL);
     let peer = PeerProcess::start(&model.checkpoint, &["--metrics", "0"]);
-    let mut silent = TcpStream::connect(metrics_address(&peer)).expect("a connection");
+    let mut silent = TcpStream::connect(peer.metrics()).expect("a connection");
     silent.write_all(b"GET /metr").expect("sending");
     silent
         .set_read_timeout(Some(Duration::from_secs(60)))

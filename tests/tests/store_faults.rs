@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
-use atlas_expert_tests::binary::{self, command, expert, expert_after};
+use atlas_expert_tests::binary::{command, expert, expert_after};
 use atlas_expert_tests::{fixtures, tree};
 use expert_store::catalogue::Records;
 use expert_store::{OpenOptions, Store};
@@ -482,39 +482,4 @@ fn file_size_limit_during_a_build_leaves_nothing() {
     assert!(full.error(1).contains("free some space"), "{full:?}");
     assert!(tree::contents(&packed.store) == before);
     assert_eq!(tree::names(packed.dir.path()), ["checkpoint", "store"]);
-}
-
-#[test]
-#[ignore = "mounts a small tmpfs: needs root or user namespaces (run with --ignored)"]
-fn full_file_system_during_a_build_leaves_nothing() {
-    let packed = Packed::new();
-    let source = &packed.checkpoint;
-    let mount = packed.dir.path().join("mount");
-    fs::create_dir(&mount).unwrap();
-    let layers = fs::read_dir(&packed.store).unwrap().map(|e| e.unwrap());
-    let record_bytes: u64 = layers
-        .filter(|e| e.file_name().to_string_lossy().ends_with(".xp2"))
-        .map(|e| e.metadata().unwrap().len())
-        .sum();
-    // Too small for the records, which is known before; then just too small for what follows them.
-    for bytes in [record_bytes / 2, record_bytes] {
-        let script = format!(
-            "mount -t tmpfs -o size={bytes} none '{0}' && '{1}' pack '{2}' -o '{0}/out'; echo \"code $?\"; ls -A '{0}'",
-            mount.display(),
-            binary::path("atlas-expert").display(),
-            source.display()
-        );
-        let mut unshare = std::process::Command::new("unshare");
-        unshare.args([
-            "--user",
-            "--map-root-user",
-            "--mount",
-            "bash",
-            "-c",
-            &script,
-        ]);
-        let output = binary::run(&mut unshare);
-        assert_eq!(output.stdout, "code 1\n", "{bytes}: {output:?}");
-        assert!(output.stderr.contains("free some space"), "{output:?}");
-    }
 }

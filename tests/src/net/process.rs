@@ -93,6 +93,12 @@ impl PeerProcess {
         self.child.id()
     }
 
+    /// Where its numbers are; it must have been started with `--metrics`.
+    pub fn metrics(&self) -> SocketAddr {
+        let address = self.ready["metrics"].as_str().expect("an address");
+        address.parse().expect("an address")
+    }
+
     /// Sends it a signal.
     pub fn signal(&self, signal: Signal) {
         let pid = Pid::from_child(&self.child);
