@@ -235,6 +235,7 @@ fn config(args: &PeerArgs, store: Arc<Store>, cancel: &Arc<AtomicBool>) -> PeerC
     config.limits.handshake_timeout = Duration::from_secs(args.handshake_timeout.into());
     config.limits.send_timeout = Duration::from_secs(args.send_timeout.into());
     config.transfer = args.transfer.into();
+    config.spin = Duration::from_micros(args.spin_us.into());
     config.restat_interval = Duration::from_millis(args.restat_interval.into());
     config.populate = (!args.no_populate).then(|| PopulateOptions {
         threads: args.threads.map_or(0, usize::from),

@@ -116,6 +116,11 @@ pub struct PeerArgs {
     /// Time between looks at the store's files
     #[arg(long, value_name = "MILLISECONDS", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(10..=3_600_000))]
     pub restat_interval: u32,
+
+    /// Look so long for the next request after an answer of 256 KiB or less before sleeping, microseconds;
+    /// one connection at a time; 0 is never
+    #[arg(long, value_name = "US", default_value_t = 50, value_parser = clap::value_parser!(u32).range(0..=1000))]
+    pub spin_us: u32,
     /// How bytes get from files into sockets
     #[arg(long, value_enum, default_value_t = TransferArg::Auto)]
     pub transfer: TransferArg,

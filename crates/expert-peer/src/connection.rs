@@ -4,6 +4,7 @@ mod close;
 mod rails;
 
 use std::io;
+use std::mem;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -24,6 +25,7 @@ use thiserror::Error;
 use tracing::{debug, warn};
 
 use crate::epoch::{self, Epoch};
+use crate::look::{Looking, SOON_BYTES};
 use crate::net::{self, Wake, wait};
 use crate::peer::Shared;
 use crate::refusal::Refusal;
@@ -100,7 +102,8 @@ pub(crate) fn serve(shared: &Shared, connection: &Connection) {
         .config
         .transfer
         .resolve(connection.address, net::own_address(&connection.stream));
-    if transfer == Transfer::Copy && shared.config.transfer == Transfer::Auto {
+    let is_local = transfer == Transfer::Copy && shared.config.transfer == Transfer::Auto;
+    if is_local && shared.config.send_buffer_bytes.is_none() {
         net::keep_in_cache(&connection.stream);
     }
     let mut driver = Driver {
@@ -118,6 +121,7 @@ pub(crate) fn serve(shared: &Shared, connection: &Connection) {
         rails: Rails::None,
         handshake_deadline: connection.accepted_at + limits.handshake_timeout,
         partial_since: None,
+        answers_soon: false,
         pieces: Vec::new(),
         files: Vec::new(),
         head: Vec::new(),
@@ -203,6 +207,8 @@ struct Driver<'a> {
     handshake_deadline: Instant,
     /// When the message that is not whole was first seen, and how many had come before it.
     partial_since: Option<(Instant, u64)>,
+    /// The last answer was small: a client that asks for one such record after the other asks again at once.
+    answers_soon: bool,
     /// Pieces of the current answer and the files below them; kept for their memory.
     pieces: Vec<FilePiece>,
     files: Vec<u32>,
@@ -337,6 +343,7 @@ impl Driver<'_> {
     fn read(&mut self, id: u64, request: &ReadRequest) -> Result<(), End> {
         add(&self.shared.counters.requests, 1);
         let bytes = request.bytes;
+        self.answers_soon = bytes <= SOON_BYTES;
         let refusal = if request.epoch != self.epoch.number {
             Err(SourceError::new(
                 ErrorCode::StoreChanged,
@@ -536,6 +543,12 @@ impl Driver<'_> {
             ),
         };
         let stream = self.connection.stream.as_fd();
+        // Waking up takes longer than the next request after a small answer needs to come.
+        let shared = self.shared;
+        let mut looking = match mem::take(&mut self.answers_soon) && self.partial_since.is_none() {
+            true => Looking::begin(&shared.looking, shared.config.spin),
+            false => None,
+        };
         loop {
             match rustix::net::recv(stream, self.session.space(), RecvFlags::DONTWAIT) {
                 Ok((_, 0)) if self.session.partial_bytes() > 0 => return Err(End::Torn),
@@ -545,7 +558,8 @@ impl Driver<'_> {
                     return Ok(());
                 }
                 Err(Errno::INTR) => continue,
-                Err(Errno::AGAIN) => {}
+                Err(Errno::AGAIN) if looking.as_ref().is_some_and(Looking::goes_on) => continue,
+                Err(Errno::AGAIN) => looking = None,
                 Err(e) => return Err(End::Gone(e.into())),
             }
             let mut fds = [

@@ -30,6 +30,7 @@ mod connection;
 mod epoch;
 mod error;
 mod extents;
+mod look;
 mod metrics;
 mod net;
 mod peer;

@@ -43,6 +43,8 @@ pub(crate) struct Shared {
     pub(crate) busy_log: LogRate,
     pub(crate) refusal_log: LogRate,
     pub(crate) report_log: LogRate,
+    /// Whether a connection looks for its next request.
+    pub(crate) looking: AtomicBool,
     pub(crate) auth_log: LogRate,
     pub(crate) shares: Shares,
     /// Notified, under the lock of `connections`, when a thread has ended.
@@ -124,6 +126,7 @@ impl Peer {
             busy_log: LogRate::default(),
             refusal_log: LogRate::default(),
             report_log: LogRate::default(),
+            looking: AtomicBool::new(false),
             auth_log: LogRate::default(),
             shares: Shares::new(config.limits.client_bytes_max),
             ended: Condvar::new(),

@@ -82,6 +82,9 @@ pub struct EngineConfig {
     pub backoff_max: Duration,
     /// How often READs of one record are repeated after a checksum failure or a refusal that may pass.
     pub retries: u32,
+    /// How long who waits for 256 KiB or less looks before it sleeps, and lets others run meanwhile; 0 is
+    /// never. Waking up takes longer than such a record needs to come.
+    pub spin: Duration,
 }
 
 impl EngineConfig {
@@ -106,6 +109,8 @@ impl Default for EngineConfig {
             // after a peer came back does not end before the rail was tried again.
             backoff_max: Duration::from_secs(1),
             retries: 1,
+            // Twice what 64 KiB take where nobody sleeps.
+            spin: Duration::from_micros(50),
         }
     }
 }

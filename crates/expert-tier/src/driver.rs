@@ -21,6 +21,7 @@ use crate::coverage::Holding;
 use crate::engine::{Engine, Finished, Order, Refused, until};
 use crate::notify::{Notifier, Work};
 use crate::rail::{ContentTag, Rail, RailId};
+use crate::spin::{SOON_BYTES, spin};
 use crate::stats::TierStats;
 use crate::sync::lock;
 use run::{Run, Who};
@@ -82,6 +83,8 @@ impl Shared {
 pub(crate) struct Ticket {
     shared: Arc<Shared>,
     control: Arc<Control>,
+    /// How long [`Ticket::wait`] looks before it sleeps.
+    spin: Duration,
 }
 
 impl Ticket {
@@ -89,6 +92,7 @@ impl Ticket {
     /// against a driver that does not run.
     pub(crate) fn wait(&self, until_then: Instant, grace: Duration) -> Outcome {
         let limit = until_then + grace;
+        spin(self.spin, || self.is_done());
         let mut progress = lock(&self.shared.progress);
         loop {
             if !matches!(*progress, Progress::UnderWay(_)) {
@@ -208,6 +212,7 @@ impl Control {
 /// See the module.
 pub(crate) struct Driver {
     control: Arc<Control>,
+    spin: Duration,
     thread: Option<JoinHandle<()>>,
     /// Tells when the thread is done; in a lock only because receivers cannot be shared.
     ended: Mutex<mpsc::Receiver<()>>,
@@ -231,6 +236,7 @@ impl Driver {
         holdings: Vec<(ContentTag, Holding)>,
         notifier: Arc<Notifier>,
     ) -> std::io::Result<Self> {
+        let spin = config.spin;
         let mut engine = Engine::new(
             config,
             rails
@@ -281,6 +287,7 @@ impl Driver {
             })?;
         Ok(Self {
             control,
+            spin,
             thread: Some(thread),
             ended: Mutex::new(ended),
         })
@@ -292,6 +299,7 @@ impl Driver {
             progress: Mutex::new(Progress::UnderWay(None)),
             done: Condvar::new(),
         });
+        let bytes: u64 = orders.iter().map(Order::bytes).sum();
         lock(&self.control.commands).push_back(Command::Submit {
             orders,
             class,
@@ -306,6 +314,10 @@ impl Driver {
         Ticket {
             shared,
             control: self.control.clone(),
+            spin: match bytes <= SOON_BYTES {
+                true => self.spin,
+                false => Duration::ZERO,
+            },
         }
     }
 

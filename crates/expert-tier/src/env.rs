@@ -4,6 +4,7 @@
 //! it, never a silent default.
 
 use std::env;
+use std::time::Duration;
 
 use atlas_rdma::attributes::Mtu;
 use atlas_rdma::choose::parse_rails;
@@ -14,6 +15,9 @@ use expert_wire::auth::Token;
 use crate::error::TierError;
 use crate::peers::Sources;
 use crate::rails::verbs::{RailSlot, RailsWanted, VerbsOptions};
+
+/// Who has not got a small record after a millisecond sleeps better.
+const SPIN_MAX_US: u64 = 1000;
 
 /// Device of the first rail where it exists: the first users' machines have it.
 const FIRST_DEVICE: &str = "roceP2p1s0f1";
@@ -45,6 +49,18 @@ pub fn content_id() -> Result<Option<u128>, TierError> {
     text("ATLAS_EXPERT_CONTENT_ID")?
         .map(|value| parse_hex128(&value).map_err(|e| bad("ATLAS_EXPERT_CONTENT_ID", &value, &e)))
         .transpose()
+}
+
+/// `ATLAS_EXPERT_SPIN_US`: microseconds of [`crate::config::EngineConfig::spin`], 0 to 1000.
+pub fn spin() -> Result<Option<Duration>, TierError> {
+    match number::<u64>("ATLAS_EXPERT_SPIN_US")? {
+        Some(us) if us > SPIN_MAX_US => Err(bad(
+            "ATLAS_EXPERT_SPIN_US",
+            &us.to_string(),
+            &format!("it is 0 (never) to {SPIN_MAX_US}"),
+        )),
+        us => Ok(us.map(Duration::from_micros)),
+    }
 }
 
 /// The variables of verbs rails: `ATLAS_EXPERT_RAILS`, or `ATLAS_EXPERT_RDMA_DEV` and `_GID`, with

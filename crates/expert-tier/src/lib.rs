@@ -38,6 +38,7 @@ mod replan;
 pub mod replay;
 mod seen;
 pub mod sim;
+mod spin;
 pub mod stats;
 pub mod streamer;
 mod sync;

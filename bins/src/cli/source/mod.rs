@@ -191,7 +191,7 @@ impl SourceArgs {
         make_arena: MakeArena<'_>,
     ) -> anyhow::Result<Box<dyn ExpertTier>> {
         let expect = self.expect()?;
-        let builder = self.builder(how, expect);
+        let builder = self.builder(how, expect)?;
         let for_others = [
             (Backend::RdmaVerbs, self.verbs.given()),
             (Backend::Uma, self.uma.given()),
@@ -283,9 +283,11 @@ impl SourceArgs {
     }
 
     /// How a tier is made, whatever the backend.
-    fn builder(&self, how: &How, expect: Option<u128>) -> TierBuilder {
-        TierBuilder::new()
+    fn builder(&self, how: &How, expect: Option<u128>) -> anyhow::Result<TierBuilder> {
+        let defaults = EngineConfig::default();
+        Ok(TierBuilder::new()
             .engine(EngineConfig {
+                spin: env::spin()?.unwrap_or(defaults.spin),
                 window_bytes: self.window_kib << 10,
                 read_bytes: self.read_kib << 10,
                 // The arena bounds what is under way: its slots are all that is ever asked for.
@@ -299,7 +301,7 @@ impl SourceArgs {
                     true => OnFailure::FailFast,
                     false => OnFailure::Failover,
                 },
-                ..EngineConfig::default()
+                ..defaults
             })
             .verify(match self.verify {
                 VerifyArg::Always => Verify::Always,
@@ -315,7 +317,7 @@ impl SourceArgs {
             })
             .streams(self.streams)
             .allow_missing(self.allow_missing)
-            .expect_content_id(expect)
+            .expect_content_id(expect))
     }
 
     /// The same settings for an examination, which opens no backend.
@@ -338,7 +340,7 @@ impl SourceArgs {
                 None => Vec::new(),
             },
             tier: self
-                .builder(&How::default(), expect)
+                .builder(&How::default(), expect)?
                 .auth_token(self.token.token()?),
             expect_content_id: expect,
             ..expert_doctor::Options::default()

@@ -28,6 +28,13 @@ pub struct Order {
     pub verify: bool,
 }
 
+impl Order {
+    /// Bytes that are to come.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.landing.image_bytes() as u64
+    }
+}
+
 /// Why a record was not committed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Failure {

@@ -124,6 +124,7 @@ impl TierBuilder {
                 read_bytes: self
                     .engine
                     .posted_bytes(u64::from(expert_wire::limits::READ_MAX_BYTES)),
+                spin: self.engine.spin,
             },
             notifier.clone(),
         )

@@ -27,6 +27,7 @@ use expert_wire::frame::{self, FrameKind};
 use expert_wire::limits;
 use expert_wire::message::{ReadRequest, Role, Welcome};
 use expert_wire::v1 as wire_v1;
+use rustix::io::Errno;
 use rustix::net::SendFlags;
 
 use super::socket;
@@ -36,6 +37,7 @@ use crate::notify::Notifier;
 use crate::rail::{
     Capabilities, Completion, ContentTag, Landed, Rail, RailEvent, RailKind, Read, ReadError,
 };
+use crate::spin::{SOON_BYTES, spin};
 use crate::sync::lock;
 pub(crate) use v1::{check_v1_header, v1_tag};
 use v2::LaneV2;
@@ -60,6 +62,8 @@ pub(crate) struct TcpConfig {
     pub(crate) rank: u8,
     /// Largest READ that will be posted.
     pub(crate) read_bytes: u64,
+    /// How long a connection looks for a small answer before it sleeps.
+    pub(crate) spin: Duration,
 }
 
 /// See the module.
@@ -337,7 +341,7 @@ impl Lane {
                 Ok(n) => {
                     unsent.drain(..n);
                 }
-                Err(rustix::io::Errno::INTR) => {}
+                Err(Errno::INTR) => {}
                 // A full buffer empties; a broken connection wakes the lane's thread.
                 Err(_) => return,
             }
@@ -471,7 +475,7 @@ impl Attempt {
                     ));
                 }
                 self.ready(Serving::of(&welcome))?;
-                LaneV2::new(self, index, &stream, welcome).serve()
+                LaneV2::new(self, index, &stream, welcome, config.spin).serve()
             }
             Outcome::V1(manifest) if config.v1 => {
                 self.ready(Serving {
@@ -483,6 +487,20 @@ impl Attempt {
             }
             _ => Err("the peer speaks another protocol version than when the tier connected; connect anew".into()),
         }
+    }
+
+    /// Looks for what is soon to come on a connection.
+    fn look(&self, lane: usize, stream: &TcpStream, time: Duration) {
+        let awaited = self.lanes[lane].outstanding_bytes.load(Ordering::Relaxed);
+        if awaited == 0 || awaited > SOON_BYTES {
+            return;
+        }
+        let flags = rustix::net::RecvFlags::PEEK | rustix::net::RecvFlags::DONTWAIT;
+        spin(time, || {
+            let got = rustix::net::recv(stream, &mut [0u8; 1], flags);
+            // An error is the next call's to tell.
+            !matches!(got, Err(Errno::AGAIN | Errno::INTR))
+        });
     }
 
     fn ready(&self, serving: Serving) -> Result<(), LaneEnd> {

@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 use std::net::TcpStream;
+use std::time::Duration;
 
 use expert_wire::frame::{self, FrameHeader, FrameKind};
 use expert_wire::limits;
@@ -23,6 +24,7 @@ pub(super) struct LaneV2<'a> {
     /// Bytes of the next header that came with the last READ.
     carry: [u8; frame::HEADER_BYTES],
     carried: usize,
+    spin: Duration,
 }
 
 impl<'a> LaneV2<'a> {
@@ -31,6 +33,7 @@ impl<'a> LaneV2<'a> {
         index: usize,
         stream: &'a TcpStream,
         welcome: Welcome,
+        spin: Duration,
     ) -> Self {
         Self {
             attempt,
@@ -39,6 +42,7 @@ impl<'a> LaneV2<'a> {
             welcome,
             carry: [0; frame::HEADER_BYTES],
             carried: 0,
+            spin,
         }
     }
 
@@ -46,6 +50,9 @@ impl<'a> LaneV2<'a> {
     pub(super) fn serve(mut self) -> Result<Infallible, LaneEnd> {
         loop {
             let mut header = self.carry;
+            if self.carried == 0 {
+                self.attempt.look(self.index, self.stream, self.spin);
+            }
             recv_exact(self.stream, &mut header[self.carried..])?;
             self.carried = 0;
             let header = FrameHeader::decode(&header, limits::REQUEST_MAX_BYTES)
