@@ -137,10 +137,15 @@ fn check_store(store: &Store, want: &Stack, problems: &mut Problems) {
     }
     let options = VerifyOptions {
         work: work(),
+        payload_digest: true,
         ..VerifyOptions::default()
     };
     match verify(store, &options) {
-        Ok(report) if report.is_ok() => problems.same("verified", &report.records, &want.records),
+        Ok(report) if report.is_ok() => {
+            problems.same("verified", &report.records, &want.records);
+            let digest = id(report.payload_digest);
+            problems.same("digest while verifying", &digest, &want.payload_digest);
+        }
         Ok(report) => problems.note(format!("verify: {report:?}")),
         Err(e) => problems.note(format!("verify: {e}")),
     }

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
+use expert_store::OpenOptions;
 use expert_store::info::hex128;
 use expert_store::verify::{self, VerifyOptions, VerifyReport};
-use expert_store::{OpenOptions, payload_digest};
 use serde::Serialize;
 
 use super::args::{self, MovedArgs, RunArgs, SelectArgs, StackArgs};
@@ -17,7 +17,7 @@ use super::output::{self, gb_per_s, grouped, human_bytes};
 pub struct Args {
     /// The store
     store: PathBuf,
-    /// Compute the payload digest as well, in a second pass, and compare it with the recorded one
+    /// Compute the payload digest as well, and compare it with the recorded one
     #[arg(long)]
     digest: bool,
     /// How many bad chunks are listed; all are counted
@@ -56,21 +56,17 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     };
     let store = args::open(&args.store, &open)?;
     let began = Instant::now();
-    let work = args.run.work_options()?;
     let report = verify::verify(
         &store,
         &VerifyOptions {
-            work: work.clone(),
+            work: args.run.work_options()?,
             listed_max: args.list,
+            payload_digest: args.digest,
         },
     )?;
     let seconds = began.elapsed().as_secs_f64();
     let recorded = store.recorded_payload_digest();
-    // Over bytes that are known to be bad it would tell nothing.
-    let digest = match args.digest && report.is_ok() {
-        true => Some(payload_digest(&store, &work)?),
-        false => None,
-    };
+    let digest = report.payload_digest;
     let digest_differs = digest.is_some() && recorded.is_some() && digest != recorded;
     let verified = Verified {
         ok: report.is_ok() && !digest_differs,

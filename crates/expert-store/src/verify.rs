@@ -5,6 +5,7 @@ use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::catalogue::Records;
+use crate::digest::PayloadDigest;
 use crate::info::StoreKind;
 use crate::packed::{self, HEADER_BYTES};
 use crate::work::{Block, Scan, WorkOptions};
@@ -30,6 +31,8 @@ pub struct VerifyOptions {
     pub work: WorkOptions,
     /// Bad chunks, and errors, that are listed.
     pub listed_max: usize,
+    /// Compute the payload digest as well, from the same reads.
+    pub payload_digest: bool,
 }
 
 impl Default for VerifyOptions {
@@ -37,6 +40,7 @@ impl Default for VerifyOptions {
         Self {
             work: WorkOptions::default(),
             listed_max: 1000,
+            payload_digest: false,
         }
     }
 }
@@ -57,6 +61,9 @@ pub struct VerifyReport {
     pub errors: Vec<String>,
     /// How many of these there are.
     pub error_count: u64,
+    /// The digest where it was asked for and every byte is right: over others it would tell nothing.
+    #[serde(skip)]
+    pub payload_digest: Option<u128>,
 }
 
 impl VerifyReport {
@@ -104,6 +111,7 @@ pub fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyReport, St
             f.errors.push(e);
         }
     };
+    let mut digest = PayloadDigest::new();
     let scan = Scan::of(store, &options.work)?;
     scan.run(
         "verifying records",
@@ -140,21 +148,31 @@ pub fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyReport, St
             }
             Ok(())
         },
-        |_, _, _| Ok(()),
+        |block, bytes, _| {
+            if options.payload_digest {
+                digest.update_part(block.class(), block.offset, bytes);
+            }
+            Ok(())
+        },
     )?;
     drop(scan);
     store.check_unchanged()?;
     let mut found = found.into_inner().unwrap_or_else(PoisonError::into_inner);
     found.bad.sort_by_key(|b| (b.key, b.chunk));
     found.errors.sort();
-    Ok(VerifyReport {
+    let mut report = VerifyReport {
         records: store.catalogue().record_count(),
         bytes: store.catalogue().image_bytes(),
         bad: found.bad,
         bad_count: bad_count.into_inner(),
         errors: found.errors,
         error_count: error_count.into_inner(),
-    })
+        payload_digest: None,
+    };
+    if options.payload_digest && report.is_ok() {
+        report.payload_digest = Some(digest.value());
+    }
+    Ok(report)
 }
 
 /// Compares the values that the catalogue repeats with the image's bytes: no identity covers them.
