@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::ValueEnum;
-use expert_store::{NameWhole, OpenOptions, pack, v1};
+use expert_store::{BuildOptions, NameWhole, OpenOptions, pack, v1};
 
 use super::args::{self, MovedArgs, RunArgs, SelectArgs, StackArgs, WholeArgs};
 use super::{bar, report};
@@ -24,6 +24,14 @@ pub struct Args {
     /// Put a new generation in the place of the store that is there
     #[arg(long)]
     replace: bool,
+    /// Leave the store to the page cache, as cp leaves a copy, and do not wait for the disk
+    ///
+    /// Quicker, and what was written stays in memory. A power loss within about half a minute may then leave a damaged store, and with
+    /// --replace the old one is gone, too. When a store is opened, manifest, catalogue, checksums, the lengths of its files and the headers
+    /// of its records (all of them up to 1024 records, three of each layer beyond) are checked, the bytes of records are not: `atlas-expert
+    /// verify` reads them all, and so does each fetch that checks them as it goes, which is the default.
+    #[arg(long)]
+    no_sync: bool,
     #[command(flatten)]
     stack: StackArgs,
     #[command(flatten)]
@@ -59,7 +67,10 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         ..args.stack.open_options(&args.select)?
     };
     let source = args::open(&args.source, &open)?;
-    let build = args.run.build_options(args.replace)?;
+    let build = BuildOptions {
+        sync: !args.no_sync,
+        ..args.run.build_options(args.replace)?
+    };
     let done = match args.format {
         Format::V2 => pack::pack(&source, &args.output, &build)?,
         Format::V1 => v1::pack_v1(&source, &args.output, &build)?,

@@ -8,8 +8,7 @@ use crate::catalogue::Catalogue;
 use crate::codec::{self, Sections};
 use crate::info::{StoreKind, hex128};
 use crate::manifest::{
-    self, BlobRange, CATALOGUE, CHECKSUMS, FORMAT, MANIFEST, Manifest, ManifestFile,
-    TABLE_MAX_BYTES,
+    BlobRange, CATALOGUE, CHECKSUMS, FORMAT, MANIFEST, Manifest, ManifestFile, TABLE_MAX_BYTES,
 };
 use crate::progress::Progress;
 use crate::staging::Staging;
@@ -23,6 +22,12 @@ pub struct BuildOptions {
     pub threads: usize,
     /// Replace the store that is there by a new generation.
     pub replace: bool,
+    /// Have all of it on disk before the store appears. Without it the store is left to the page cache,
+    /// as `cp` leaves a copy, and a power loss within the next half minute or so may damage it: tables,
+    /// lengths of files and headers are checked when it is opened, the bytes of records only when they
+    /// are read with checksums, as [`verify()`](crate::verify()) does. With [`replace`](Self::replace)
+    /// the old store is gone, too.
+    pub sync: bool,
     /// Compute the payload digest; it runs beside the checksums over the same bytes, but on one
     /// thread (about 10 GB/s).
     pub payload_digest: bool,
@@ -37,6 +42,7 @@ impl Default for BuildOptions {
         Self {
             threads: 0,
             replace: false,
+            sync: true,
             payload_digest: true,
             progress: None,
             cancel: None,
@@ -49,6 +55,7 @@ impl std::fmt::Debug for BuildOptions {
         f.debug_struct("BuildOptions")
             .field("threads", &self.threads)
             .field("replace", &self.replace)
+            .field("sync", &self.sync)
             .field("payload_digest", &self.payload_digest)
             .finish_non_exhaustive()
     }
@@ -147,7 +154,7 @@ pub(crate) fn commit(
             "the catalogue takes {at} bytes, the limit is {TABLE_MAX_BYTES}; select fewer layers"
         )));
     }
-    let catalogue_table = manifest::write_file(staging.dir(), CATALOGUE, blobs.iter())?;
+    let catalogue_table = staging.write_file(CATALOGUE, blobs.iter())?;
     drop(blobs);
     let sums = content_id.is_some().then(|| {
         let bytes = catalogue
@@ -155,7 +162,7 @@ pub(crate) fn commit(
             .iter()
             .flat_map(|l| l.checksums.as_deref().unwrap_or(&[]))
             .map(|s| s.to_le_bytes());
-        manifest::write_file(staging.dir(), CHECKSUMS, bytes)
+        staging.write_file(CHECKSUMS, bytes)
     });
     let checksums = sums.transpose()?;
     let layout_id = catalogue.layout_id();
@@ -174,7 +181,7 @@ pub(crate) fn commit(
     let whole = left_out.and_then(|l| l.whole(&catalogue.stack, &catalogue.layers));
     let whole_id = whole.as_ref().map(|w| w.content_id.clone());
     let whole = whole
-        .map(|whole| whole::write(staging.dir(), whole, &catalogue.layers))
+        .map(|whole| whole::write(&staging, whole, &catalogue.layers))
         .transpose()?;
     let manifest = Manifest {
         format: FORMAT.into(),
@@ -200,7 +207,7 @@ pub(crate) fn commit(
     // Last of all: whoever changed the checkpoint meanwhile made the sums worthless.
     source.check_unchanged()?;
     work.check_cancel()?;
-    manifest::write_file(staging.dir(), MANIFEST, std::iter::once(text))?;
+    staging.write_file(MANIFEST, std::iter::once(text))?;
     let generation = staging.generation();
     let done = staging.commit()?;
     Ok(Report {

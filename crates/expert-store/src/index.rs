@@ -51,7 +51,7 @@ impl Default for IndexOptions {
 /// [`BuildOptions::replace`]); [`StoreError::ChangedInUse`] where the checkpoint changed meanwhile;
 /// [`StoreError::Interrupted`]. Nothing is left behind then.
 pub fn index(checkpoint: &Path, out: &Path, options: &IndexOptions) -> Result<Report, StoreError> {
-    let staging = Staging::directory(out, options.build.replace)?;
+    let staging = Staging::directory(out, options.build.replace)?.synced(options.build.sync);
     let mut store = Store::open(
         checkpoint,
         &OpenOptions {

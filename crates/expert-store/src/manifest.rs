@@ -236,10 +236,11 @@ pub(crate) fn read_exact_file(path: &Path, bytes: u64) -> Result<Vec<u8>, StoreE
     Ok(out)
 }
 
-/// Writes and syncs a file of a store.
+/// Writes a file of a store, and waits until it is on disk where `sync` is asked for.
 pub(crate) fn write_file(
     dir: &Path,
     name: &str,
+    sync: bool,
     parts: impl Iterator<Item = impl AsRef<[u8]>> + Clone,
 ) -> Result<Table, StoreError> {
     let path = dir.join(name);
@@ -254,7 +255,8 @@ pub(crate) fn write_file(
             bytes += part.len() as u64;
             out.write_all(part)?;
         }
-        out.into_inner().map_err(|e| e.into_error())?.sync_all()
+        let file = out.into_inner().map_err(|e| e.into_error())?;
+        if sync { file.sync_all() } else { Ok(()) }
     };
     if let Err(e) = write() {
         let need_bytes = parts.map(|part| part.as_ref().len() as u64).sum();

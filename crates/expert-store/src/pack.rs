@@ -12,7 +12,7 @@ use crate::packed::{self, HEADER_BYTES};
 use crate::staging::Staging;
 use crate::store::Store;
 use crate::work::{Block, Scan};
-use crate::writeback::{OutFile, Releaser, check_space};
+use crate::writeback::{OutFile, check_space, write_behind};
 use crate::{StoreError, open};
 
 /// Bytes at the start of each record that stay in the page cache until the headers are written.
@@ -34,7 +34,7 @@ pub fn pack(source: &Store, out: &Path, options: &BuildOptions) -> Result<Report
         )));
     }
     let work = options.work();
-    let staging = Staging::directory(out, options.replace)?;
+    let staging = Staging::directory(out, options.replace)?.synced(options.sync);
     let mut catalogue = with_packed_records(&source.catalogue)
         .map_err(|why| StoreError::store(source.path(), why))?;
     let sizes: Vec<u64> = catalogue.layers.iter().map(file_bytes).collect();
@@ -54,33 +54,33 @@ pub fn pack(source: &Store, out: &Path, options: &BuildOptions) -> Result<Report
     let scan = Scan::of(source, &work)?;
     let mut sums: Vec<Vec<u64>> = vec![Vec::new(); catalogue.layers.len()];
     let mut digest = PayloadDigest::new();
-    let mut releaser = Releaser::default();
-    scan.run(
-        "packing records",
-        |block, buf| {
-            scan.reader
-                .read_image(block.layer, block.position, block.offset, buf)
-                .map(|()| true)
-        },
-        |block, bytes, chunk_sums| {
-            block.check(chunk_sums)?;
-            files[block.layer_index].write_at(bytes, place(block))
-        },
-        |block, bytes, chunk_sums| {
-            sums[block.layer_index].extend_from_slice(chunk_sums);
-            if options.payload_digest {
-                digest.update_part(block.class(), block.offset, bytes);
-            }
-            let mut from = place(block);
-            let end = from + bytes.len() as u64;
-            if block.offset == 0 {
-                // The header is written last, into a page that should still be there then.
-                from = (from - HEADER_BYTES + HEADER_PAGE_BYTES).min(end);
-            }
-            releaser.done(&files, block.layer_index, from, end - from);
-            Ok(())
-        },
-    )?;
+    write_behind(&files, options.sync, |flusher| {
+        scan.run(
+            "packing records",
+            |block, buf| {
+                scan.reader
+                    .read_image(block.layer, block.position, block.offset, buf)
+                    .map(|()| true)
+            },
+            |block, bytes, chunk_sums| {
+                block.check(chunk_sums)?;
+                files[block.layer_index].write_at(bytes, place(block))
+            },
+            |block, bytes, chunk_sums| {
+                sums[block.layer_index].extend_from_slice(chunk_sums);
+                if options.payload_digest {
+                    digest.update_part(block.class(), block.offset, bytes);
+                }
+                let mut from = place(block);
+                let end = from + bytes.len() as u64;
+                if block.offset == 0 {
+                    // The header is written last, into a page that should still be there then.
+                    from = (from - HEADER_BYTES + HEADER_PAGE_BYTES).min(end);
+                }
+                flusher.done(block.layer_index, from, end - from)
+            },
+        )
+    })?;
     drop(scan);
     open::set_sums(&mut catalogue, sums).map_err(|why| StoreError::store(source.path(), why))?;
     let content_id = catalogue.content_id();
@@ -91,7 +91,9 @@ pub fn pack(source: &Store, out: &Path, options: &BuildOptions) -> Result<Report
             file.write_at(&header, position as u64 * stride)?;
         }
         work.check_cancel()?;
-        file.finish()?;
+        if options.sync {
+            file.finish()?;
+        }
     }
     let names = catalogue.layers.iter().zip(&sizes);
     let manifest_files = names

@@ -21,6 +21,8 @@ pub(crate) struct Staging {
     /// Generation of the store that is to be replaced, 0 where there is none.
     old_generation: u64,
     replace: bool,
+    /// Whether all is on disk before it appears.
+    sync: bool,
     live: bool,
     /// Held until the end: tells other builds that this one is at work.
     _lock: File,
@@ -97,6 +99,7 @@ impl Staging {
                             out,
                             old_generation,
                             replace,
+                            sync: true,
                             live: true,
                             _lock: lock,
                         });
@@ -115,6 +118,22 @@ impl Staging {
         }
     }
 
+    /// The same, and whether what is built shall be on disk before it appears; it shall unless told
+    /// otherwise.
+    pub(crate) fn synced(mut self, sync: bool) -> Self {
+        self.sync = sync;
+        self
+    }
+
+    /// Writes a file into what is being built.
+    pub(crate) fn write_file(
+        &self,
+        name: &str,
+        parts: impl Iterator<Item = impl AsRef<[u8]>> + Clone,
+    ) -> Result<manifest::Table, StoreError> {
+        manifest::write_file(&self.dir, name, self.sync, parts)
+    }
+
     /// Where to build.
     pub(crate) fn dir(&self) -> &Path {
         &self.dir
@@ -130,9 +149,11 @@ impl Staging {
         self.old_generation.saturating_add(1)
     }
 
-    /// Makes the directory appear; its files have been synced by their writers.
+    /// Makes the directory appear; its files have been synced by their writers, if they shall be.
     pub(crate) fn commit(mut self) -> Result<Committed, StoreError> {
-        sync_dir(&self.dir)?;
+        if self.sync {
+            sync_dir(&self.dir)?;
+        }
         let io = |e: Errno| StoreError::io("renaming to", &self.out)(e.into());
         let rename = |flags| renameat_with(CWD, &self.dir, CWD, &self.out, flags);
         let mut old = None;
@@ -170,7 +191,9 @@ impl Staging {
         if let Err(e) = fs::remove_file(self.out.join(LOCK)) {
             tracing::warn!(path = %self.out.display(), error = %e, "cannot remove its lock");
         }
-        sync_parent(&self.out)?;
+        if self.sync {
+            sync_parent(&self.out)?;
+        }
         Ok(Committed {
             path: self.out.clone(),
             warnings: old

@@ -8,7 +8,6 @@ use crate::containers::{
     self, GgufValue, Header, TensorOut, gguf_header, safetensors_header, shard_name,
 };
 use crate::digest::for_each_leaf_part;
-use crate::manifest;
 use crate::open_files::make_room;
 use crate::select::describe;
 use crate::staging::Staging;
@@ -159,11 +158,7 @@ pub fn unpack(
     if shards.len() > 1 {
         let json = containers::index_json(&plan.tensors, &shards)
             .map_err(|e| StoreError::store(staging.out(), format!("index: {e}")))?;
-        manifest::write_file(
-            staging.dir(),
-            "model.safetensors.index.json",
-            std::iter::once(json),
-        )?;
+        staging.write_file("model.safetensors.index.json", std::iter::once(json))?;
     }
     store.check_unchanged()?;
     let path = if single {

@@ -7,6 +7,7 @@ use crate::codec;
 use crate::info::{LayerInfo, StoreInfo, Whole, hex128, parse_hex128};
 use crate::manifest::{ManifestWhole, Table, WHOLE};
 use crate::select::Selection;
+use crate::staging::Staging;
 use crate::store::StoreFile;
 use crate::work::{Reader, Scan};
 use crate::{StoreError, WorkOptions, open};
@@ -145,14 +146,14 @@ pub(crate) fn select_and_hash(
 
 /// Writes the identities of the records that held layers lack, and describes them for the manifest.
 pub(crate) fn write(
-    dir: &std::path::Path,
+    staging: &Staging,
     whole: Whole,
     held: &[Layer],
 ) -> Result<ManifestWhole, StoreError> {
     let ids = held.iter().filter_map(Layer::rest);
     let bytes = ids.flat_map(|r| &r.record_ids).map(|id| id.to_le_bytes());
     Ok(ManifestWhole {
-        records: crate::manifest::write_file(dir, WHOLE, bytes)?,
+        records: staging.write_file(WHOLE, bytes)?,
         content_id: whole.content_id,
         layout_id: whole.layout_id,
         layers: whole.layers,

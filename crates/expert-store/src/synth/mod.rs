@@ -11,7 +11,6 @@ use std::sync::{Mutex, PoisonError};
 use crate::containers::{
     self, GgufValue, Header, TensorOut, gguf_header, safetensors_header, shard_name,
 };
-use crate::manifest;
 use crate::open_files::make_room;
 use crate::staging::Staging;
 use crate::work::WorkOptions;
@@ -138,9 +137,8 @@ pub fn synth(spec: &SynthSpec, out: &Path) -> Result<SynthReport, StoreError> {
     result?;
     if family.container() == Container::Safetensors {
         let json = |e: serde_json::Error| StoreError::store(staging.out(), e.to_string());
-        let once = |name, bytes: Vec<u8>| {
-            manifest::write_file(staging.dir(), name, std::iter::once(bytes)).map(|_| ())
-        };
+        let once =
+            |name, bytes: Vec<u8>| staging.write_file(name, std::iter::once(bytes)).map(|_| ());
         let config = tensors::config(family, &geometry);
         once(
             "config.json",

@@ -56,6 +56,56 @@ fn flipped_byte_is_named_by_layer_expert_and_chunk() {
 }
 
 #[test]
+fn what_a_power_loss_leaves_of_a_store_is_refused_before_or_as_its_bytes_are_read() {
+    let dir = scratch();
+    let dir = dir.path();
+    let source = checkpoint(dir, "mixtral", 1);
+    let out = dir.join("store");
+    let options = BuildOptions {
+        sync: false,
+        ..BuildOptions::default()
+    };
+    let store = Store::open(&source, &unhashed()).unwrap();
+    pack(&store, &out, &options).unwrap();
+    // Space was given to a file, or its name was, and the bytes never came.
+    let zeros = |bytes: &[u8]| vec![0; bytes.len()];
+    let nothing = |_: &[u8]| Vec::new();
+    let whole = contents(&out);
+    assert_eq!(whole.len(), 5, "{:?}", names(&out));
+    for (name, bytes) in &whole {
+        for lost in [zeros(bytes), nothing(bytes)] {
+            fs::write(out.join(name), lost).unwrap();
+            let e = open_err(&out).to_string();
+            assert!(e.contains(name.as_str()), "{name}: {e}");
+        }
+        fs::write(out.join(name), bytes).unwrap();
+    }
+    // The headers came and a page of the records did not: only who reads it can see that.
+    let name = "layer_00001.xp2";
+    let mut damaged = whole[name].clone();
+    let at = damaged.len() / 4096 / 2 * 4096;
+    damaged[at..at + 4096].fill(0);
+    assert!(damaged != whole[name]);
+    fs::write(out.join(name), damaged).unwrap();
+    let store = open(&out);
+    let options = VerifyOptions {
+        payload_digest: true,
+        ..VerifyOptions::default()
+    };
+    let report = verify(&store, &options).unwrap();
+    assert_eq!((report.bad_count, report.error_count), (1, 0));
+    assert_eq!(report.payload_digest, None);
+    let key = report.bad[0].key;
+    let extracted = crate::extract(&store, key, &mut Vec::new()).map(|_| ());
+    for result in [store.verify_record(key), extracted] {
+        let e = result.unwrap_err();
+        assert!(matches!(e, StoreError::Checksum { .. }), "{e}");
+    }
+    let e = pack(&store, &dir.join("again"), &BuildOptions::default()).unwrap_err();
+    assert!(matches!(e, StoreError::Checksum { .. }), "{e}");
+}
+
+#[test]
 fn flipped_byte_with_a_matching_checksum_is_refused_by_the_content_id() {
     let dir = scratch();
     let store_dir = packed(dir.path());

@@ -59,9 +59,14 @@ fn every_family_survives_index_pack_verify_and_unpack_with_equal_ids() {
             let store = open(&path);
             assert!(store.warnings().is_empty(), "{:?}", store.warnings());
             assert_eq!(store.content_id(), indexed.content_id);
-            let report = verify(&store, &VerifyOptions::default()).unwrap();
+            let options = VerifyOptions {
+                payload_digest: true,
+                ..VerifyOptions::default()
+            };
+            let report = verify(&store, &options).unwrap();
             assert!(report.is_ok(), "{}: {report:?}", family.name);
             assert_eq!(report.records, 10);
+            assert_eq!(report.payload_digest, indexed.payload_digest);
             let digest = payload_digest(&store, &Default::default()).unwrap();
             assert_eq!(Some(digest), indexed.payload_digest);
             same_images(&fly, &store);
@@ -133,6 +138,61 @@ fn packing_twice_and_from_renamed_shards_gives_the_same_bytes() {
     // A packed store packs into itself, too.
     pack_at(&dir.join("p1"), &dir.join("p4"));
     assert!(p1 == contents(&dir.join("p4")));
+}
+
+#[test]
+fn stores_are_the_same_bytes_whatever_the_threads_and_synced_or_not() {
+    type Build = fn(&Path, &Path, &BuildOptions);
+    let builds: [Build; 3] = [
+        |source, out, options| {
+            let store = Store::open(source, &unhashed()).unwrap();
+            pack(&store, out, options).unwrap();
+        },
+        |source, out, options| {
+            let store = Store::open(source, &unhashed()).unwrap();
+            crate::pack_v1(&store, out, options).unwrap();
+        },
+        |source, out, options| {
+            let options = IndexOptions {
+                build: options.clone(),
+                ..IndexOptions::default()
+            };
+            index(source, out, &options).unwrap();
+        },
+    ];
+    // Records of several blocks, so that blocks overtake each other; more bytes than a step of the
+    // writing back.
+    let dir = scratch();
+    let dir = dir.path();
+    let source = dir.join("source");
+    let spec = crate::SynthSpec {
+        family: "nvfp4-modelopt".into(),
+        layers: Some(2),
+        experts: Some(8),
+        hidden: Some(2048),
+        inter: Some(1536),
+        ..crate::SynthSpec::default()
+    };
+    let made = crate::synth(&spec, &source).unwrap();
+    assert!(made.bytes > 64 << 20, "{}", made.bytes);
+    for (b, build) in builds.iter().enumerate() {
+        let mut first = None;
+        for (threads, sync) in [(1, true), (5, true), (1, false), (5, false)] {
+            let out = dir.join("out");
+            let options = BuildOptions {
+                threads,
+                sync,
+                ..BuildOptions::default()
+            };
+            build(&source, &out, &options);
+            let written = contents(&out);
+            assert!(
+                *first.get_or_insert_with(|| written.clone()) == written,
+                "build {b}, {threads} threads, synced: {sync}"
+            );
+            fs::remove_dir_all(&out).unwrap();
+        }
+    }
 }
 
 #[test]

@@ -10,11 +10,11 @@ use super::{Extra, Geometry, PARTS, STACK, catalogue, file_name};
 use crate::build::{BuildOptions, Report};
 use crate::catalogue::{CHUNK_BYTES, Class, Layer, Leaf, Role};
 use crate::info::hex128;
-use crate::manifest::{self, CHECKSUMS, MANIFEST};
+use crate::manifest::{CHECKSUMS, MANIFEST};
 use crate::open_files::make_room;
 use crate::staging::Staging;
 use crate::work::{OnPanic, Reader};
-use crate::writeback::{OutFile, Releaser, check_space};
+use crate::writeback::{Flusher, OutFile, check_space, write_behind};
 use crate::{Key, Store, StoreError};
 use expert_wire::v1::{Manifest, RECORD_HEADER_BYTES, RECORD_MAGIC};
 
@@ -73,7 +73,7 @@ pub fn pack_v1(source: &Store, out: &Path, options: &BuildOptions) -> Result<Rep
     m.check().map_err(|e| refuse(e.to_string()))?;
     let mut target = catalogue(&m).map_err(refuse)?;
 
-    let staging = Staging::directory(out, options.replace)?;
+    let staging = Staging::directory(out, options.replace)?.synced(options.sync);
     let file_bytes = u64::from(m.num_experts) * stride;
     check_space(
         staging.dir(),
@@ -99,7 +99,9 @@ pub fn pack_v1(source: &Store, out: &Path, options: &BuildOptions) -> Result<Rep
     let progress = work.progress();
     progress.start("packing v1 records", payload_bytes);
     let threads = work.workers().min((MEMORY_BYTES / each) as usize);
-    let result = job.run(threads, options);
+    let result = write_behind(&files, options.sync, |flusher| {
+        job.run(threads, options, flusher)
+    });
     progress.finish();
     let (sums, digest) = result?;
     for (layer, sums) in target.layers.iter_mut().zip(sums) {
@@ -109,14 +111,16 @@ pub fn pack_v1(source: &Store, out: &Path, options: &BuildOptions) -> Result<Rep
     }
     for file in &files {
         work.check_cancel()?;
-        file.finish()?;
+        if options.sync {
+            file.finish()?;
+        }
     }
     let sums = target
         .layers
         .iter()
         .flat_map(|l| l.checksums.as_deref().unwrap_or(&[]))
         .map(|s| s.to_le_bytes());
-    let table = manifest::write_file(staging.dir(), CHECKSUMS, sums)?;
+    let table = staging.write_file(CHECKSUMS, sums)?;
     let content_id = target.content_id();
     let extra = Extra {
         generation: Some(staging.generation()),
@@ -128,7 +132,7 @@ pub fn pack_v1(source: &Store, out: &Path, options: &BuildOptions) -> Result<Rep
         .map_err(|e| StoreError::store(staging.out(), format!("manifest: {e}")))?;
     source.check_unchanged()?;
     work.check_cancel()?;
-    manifest::write_file(staging.dir(), MANIFEST, std::iter::once(json))?;
+    staging.write_file(MANIFEST, std::iter::once(json))?;
     let generation = staging.generation();
     let done = staging.commit()?;
     Ok(Report {
@@ -297,19 +301,24 @@ struct Job<'a> {
 type Sums = (Vec<Vec<u64>>, Option<u128>);
 
 /// The sequential hash and whose turn it is.
-struct Turn {
+struct Turn<'a, 'f> {
     next: usize,
     hash: Xxh3,
     stop: bool,
     error: Option<StoreError>,
     sums: Vec<Vec<u64>>,
-    releaser: Releaser,
+    flusher: &'a mut Flusher<'f>,
 }
 
 impl Job<'_> {
     /// Writes all records. Each worker makes a whole record; they take turns, in order of key, to
     /// feed the payload digest, which runs over the records as stored.
-    fn run(&self, threads: usize, options: &BuildOptions) -> Result<Sums, StoreError> {
+    fn run(
+        &self,
+        threads: usize,
+        options: &BuildOptions,
+        flusher: &mut Flusher<'_>,
+    ) -> Result<Sums, StoreError> {
         let work = options.work();
         let layers = &self.source.catalogue.layers;
         let experts = layers[0].experts.len();
@@ -320,7 +329,7 @@ impl Job<'_> {
             stop: false,
             error: None,
             sums: vec![Vec::new(); layers.len()],
-            releaser: Releaser::default(),
+            flusher,
         });
         let moved = Condvar::new();
         let lock = || turn.lock().unwrap_or_else(PoisonError::into_inner);
@@ -336,9 +345,10 @@ impl Job<'_> {
                     return;
                 }
                 let (l, e) = (i / experts, i % experts);
+                let at = e as u64 * self.stride;
                 let result = work.check_cancel().and_then(|()| {
                     self.record(&layers[l], l, e, &mut buffers)?;
-                    self.files[l].write_at(&buffers.0, e as u64 * self.stride)
+                    self.files[l].write_at(&buffers.0, at)
                 });
                 let sums = buffers.0.chunks(CHUNK_BYTES as usize).map(xxh3_64);
                 let sums: Vec<u64> = sums.collect();
@@ -349,6 +359,7 @@ impl Job<'_> {
                 if t.stop {
                     return;
                 }
+                let result = result.and_then(|()| t.flusher.done(l, at, self.stride));
                 if let Err(error) = result {
                     t.stop = true;
                     t.error = Some(error);
@@ -359,8 +370,6 @@ impl Job<'_> {
                 if options.payload_digest {
                     t.hash.update(&buffers.0);
                 }
-                t.releaser
-                    .done(self.files, l, e as u64 * self.stride, self.stride);
                 t.next += 1;
                 moved.notify_all();
                 drop(t);
