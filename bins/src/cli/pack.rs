@@ -24,10 +24,10 @@ pub struct Args {
     /// Put a new generation in the place of the store that is there
     #[arg(long)]
     replace: bool,
-    /// Leave the store to the page cache, as cp leaves a copy, and do not wait for the disk
+    /// Leave the store to the page cache, as cp leaves a copy, and do not wait for the disk: quicker, but a power loss soon after may damage it
     ///
-    /// Quicker, and what was written stays in memory. A power loss within about half a minute may then leave a damaged store, and with
-    /// --replace the old one is gone, too. When a store is opened, manifest, catalogue, checksums, the lengths of its files and the headers
+    /// What was written stays in memory, and the kernel writes it within about half a minute. A power loss before that may leave a damaged
+    /// store, and with --replace the old one is gone, too. When a store is opened, manifest, catalogue, checksums, the lengths of its files and the headers
     /// of its records (all of them up to 1024 records, three of each layer beyond) are checked, the bytes of records are not: `atlas-expert
     /// verify` reads them all, and so does each fetch that checks them as it goes, which is the default.
     #[arg(long)]

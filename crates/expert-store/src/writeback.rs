@@ -94,8 +94,8 @@ pub(crate) fn check_space(dir: &Path, need_bytes: u64) -> Result<(), StoreError>
 /// disk which takes milliseconds to flush its own cache is not kept from writing.
 const STEP_BYTES: u64 = 32 << 20;
 /// Steps that may wait for the disk; then whoever writes waits, too. With those that are written (one,
-/// and as many as had waited) and the one that is gathered, dirty memory stays below 200 MiB.
-const STEPS_MAX: usize = 2;
+/// and as many as had waited) and the one that is gathered, dirty memory stays below 320 MiB.
+const STEPS_MAX: usize = 4;
 
 /// Part of one of the files.
 #[derive(Debug, Clone, Copy)]
