@@ -19,8 +19,10 @@ class Failed(Exception):
 
 
 def last_line(text):
+    """The error in what a program said, or else the last of it."""
     lines = [line.strip() for line in (text or "").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it said nothing"
+    errors = [line for line in lines if line.lower().startswith("error")]
+    return (errors or lines or ["it said nothing"])[-1][:300]
 
 
 def run(*command, limit_s=STEP_S, **options):

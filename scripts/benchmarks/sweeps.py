@@ -9,12 +9,11 @@ from .process import Failed, Server, run, run_json
 from .store import Store
 
 KIB, MIB = 1 << 10, 1 << 20
-# Enough for a rate that does not hang on the first records.
-POINT_BYTES = 1_000_000_000
 
 
-def records(record_bytes, least=16):
-    return max(least, min(20_000, POINT_BYTES // record_bytes))
+def records(record_bytes, megabytes, least=16):
+    """As many as a store of that size has, for a point of a curve; of small ones fewer."""
+    return max(least, min(20_000, megabytes * 10**6 // record_bytes))
 
 
 class Sweep:
@@ -62,7 +61,7 @@ def by_size(work, megabytes):
     waits = Sweep("record-size-latency", "Record size, one record at a time", "record", "p50_us", "microseconds, p50", names)
     for size in sizes:
         store = Store(work / f"size-{size}", min(megabytes, 600), size)
-        count = records(size)
+        count = records(size, megabytes)
         for verify in ("off", "always"):
             label = "ours, checksums off" if verify == "off" else "ours, checksums on"
             rates.add(label, size, lambda s=store, n=count, v=verify: ours(s, records=n, batch=8, depth=2, verify=v))
@@ -82,7 +81,7 @@ def on_one_store(work, megabytes):
     store = Store(work / "default", megabytes,
                   flags=("--max-connections", 1024, "--max-connections-per-address", 1024))
     yield store
-    count = records(store.record_bytes, 64)
+    count = records(store.record_bytes, megabytes, 64)
     batches = Sweep("batch", "Records asked for at once", "batch")
     for batch in (1, 2, 4, 8, 16, 32):
         batches.add("ours, checksums off", batch, lambda b=batch: ours(store, records=count, batch=b, verify="off"))

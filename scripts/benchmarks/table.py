@@ -5,10 +5,11 @@ import statistics
 # Label of the ratio, what is compared (above, below), the field, whether the ratio has to be high or low, the goal.
 HIGH, LOW = ">=", "<="
 GOALS = [
-    ("ours off / bare sendfile pair, same streams", "ours, checksums off, batch 8, depth 2", "bare pair, sendfile, batch 8", "gb_per_s", HIGH, 0.95),
-    ("ours on / bare sendfile pair, same streams", "ours, checksums on, batch 8, depth 2", "bare pair, sendfile, batch 8", "gb_per_s", HIGH, 0.85),
-    ("ours off / bare pread-and-send pair", "ours, checksums off, batch 8, depth 2", "bare pair, pread and send, batch 8", "gb_per_s", HIGH, None),
-    ("ours on / iperf3, one stream", "ours, checksums on, batch 8, depth 2", "iperf3, one stream", "gb_per_s", HIGH, 1.2),
+    ("ours off / bare sendfile pair, same streams", "ours, checksums off, batch 8", "bare pair, sendfile, batch 8", "gb_per_s", HIGH, 0.95),
+    ("ours on / bare sendfile pair, same streams", "ours, checksums on, batch 8", "bare pair, sendfile, batch 8", "gb_per_s", HIGH, 0.85),
+    ("ours off / bare pread-and-send pair", "ours, checksums off, batch 8", "bare pair, pread and send, batch 8", "gb_per_s", HIGH, None),
+    ("ours on / iperf3, one stream", "ours, checksums on, batch 8", "iperf3, one stream", "gb_per_s", HIGH, 1.2),
+    ("ours off, depth 2 / bare sendfile pair", "ours, checksums off, batch 8, depth 2", "bare pair, sendfile, batch 8", "gb_per_s", HIGH, None),
     ("ours on / Mooncake TCP, batch 8", "ours, checksums on, batch 8", "Mooncake TCP, batch 8", "gb_per_s", HIGH, 1.8),
     ("ours on / Mooncake TCP, batch 1", "ours, checksums on, batch 1", "Mooncake TCP, batch 1", "gb_per_s", HIGH, 1.8),
     ("ours on / NIXL UCX-TCP, batch 8", "ours, checksums on, batch 8", "NIXL UCX-TCP, batch 8", "gb_per_s", HIGH, 4.0),
@@ -18,8 +19,8 @@ GOALS = [
     ("client CPU, ours off / Mooncake TCP", "ours, checksums off, batch 8", "Mooncake TCP, batch 8", "client_cpu", LOW, 0.6),
     ("latency of one record, ours off / bare pair", "ours, checksums off, one record", "bare pair, sendfile, one record", "p50_us", LOW, 1.15),
     ("latency of one record, ours on / bare pair", "ours, checksums on, one record", "bare pair, sendfile, one record", "p50_us", LOW, 1.15),
-    ("uma, checksums off / fio", "ours, uma, checksums off", "fio, direct, 512 KiB, depth 16", "gb_per_s", HIGH, 0.95),
-    ("uma, checksums on / fio", "ours, uma, checksums on", "fio, direct, 512 KiB, depth 16", "gb_per_s", HIGH, 0.95),
+    ("uma, checksums off / fio", "ours, uma, checksums off", "fio, the same, fixed buffers in huge pages", "gb_per_s", HIGH, 0.95),
+    ("uma, checksums on / fio", "ours, uma, checksums on", "fio, the same, fixed buffers in huge pages", "gb_per_s", HIGH, 0.95),
     ("pack --no-sync / cp", "ours, pack --no-sync", "cp", "gb_per_s", HIGH, 0.9),
     ("pack / cp and fsync", "ours, pack", "cp and fsync", "gb_per_s", HIGH, 0.9),
     ("pack / cp", "ours, pack", "cp", "gb_per_s", HIGH, None),
@@ -41,6 +42,7 @@ def take_turns(steps, rounds, samples, failed, tell):
                 found = measure()
             except Failed as e:
                 failed[name] = str(e)
+                tell(f"{name} is left out: {e}")
                 continue
             if number:
                 samples.setdefault(name, []).append(found)
@@ -94,7 +96,10 @@ def rates_text(samples, names):
             continue
         rows.append([name, f"{rate[0]:.2f}", f"{rate[1]:.2f} to {rate[2]:.2f}",
                      number(spread(samples, name, "client_cpu"), 2), number(spread(samples, name, "server_cpu"), 2)])
-    return columns(["", "GB/s", "range", "client s/GiB", "server s/GiB"], rows)
+    header = ["", "GB/s", "range", "client s/GiB", "server s/GiB"]
+    while rows and all(row[-1] == "-" for row in rows):
+        header, rows = header[:-1], [row[:-1] for row in rows]
+    return columns(header, rows)
 
 
 def latencies_text(samples, names):
@@ -112,5 +117,5 @@ def ratios_text(made):
     for one in made:
         goal = "-" if one["goal"] is None else f"{one['sense']} {one['goal']:.2f}"
         verdict = {None: "", True: "met", False: "missed"}[one["met"]]
-        rows.append([one["ratio"], f"{one['here']:.2f}", f"{one['least']:.2f} to {one['most']:.2f}", goal, verdict])
+        rows.append([one["ratio"], f"{one['here']:.3f}", f"{one['least']:.2f} to {one['most']:.2f}", goal, verdict])
     return columns(["ratio of medians", "here", "in single rounds", "goal", ""], rows)
