@@ -45,7 +45,8 @@ class Sweep:
             row = [self.names.get(place, f"{place:g}")]
             for points in series.values():
                 found = next((p for p in points if p[0] == place), None)
-                row.append(f"{found[1]:.2f} ({found[2]:.2f} to {found[3]:.2f})" if found else "-")
+                row.append("-" if not found else f"{found[1]:.2f}" if found[2] == found[3]
+                           else f"{found[1]:.2f} ({found[2]:.2f} to {found[3]:.2f})")
             rows.append(row)
         return f"{self.title}, {self.y_label}\n{table.columns([self.x_label, *series], rows)}"
 

@@ -17,7 +17,7 @@ pub struct Args {
 
 #[derive(Debug, Subcommand)]
 enum What {
-    Fetch(fetch::Args),
+    Fetch(Box<fetch::Args>),
     Rails(rails::Args),
 }
 
