@@ -136,7 +136,7 @@ class Tiny:
 
 def by_records(work, _):
     sweep = Sweep("store-records", "Records in the store, requests of 8 records of 768 bytes", "records", "p50_us",
-                  "microseconds, p50")
+                  "microseconds, p50", {10**power: f"10^{power}" for power in range(2, 7)})
     for power, (layers, experts) in {2: (2, 50), 3: (10, 100), 4: (50, 200), 5: (250, 400), 6: (1000, 1000)}.items():
         store = Tiny(work / f"tiny-{power}", layers, experts)
         # What warms up asks every layer's catalogue once.
