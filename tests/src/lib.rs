@@ -6,6 +6,7 @@
 //! * [`killed`] kills programs at random moments of their work.
 //! * [`guest`] is for tests inside the guests of `make kernel-test`: the other guest, rails, figures.
 //! * [`tensors`] reads safetensors (with the `safetensors` crate) and GGUF (with a parser of its own).
+//! * [`walkthrough`] runs the lines of the documentation on two machines.
 //! * [`tree`] remembers a folder byte for byte; [`failures`] runs many cases and reports all that failed.
 //!
 //! Not here: anything that only one file of tests needs.
@@ -19,3 +20,4 @@ pub mod killed;
 pub mod net;
 pub mod tensors;
 pub mod tree;
+pub mod walkthrough;
