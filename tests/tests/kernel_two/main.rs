@@ -5,6 +5,7 @@ mod churn;
 mod faults;
 mod gate;
 mod peer;
+mod quickstart;
 mod reload;
 mod scaling;
 mod smoke;
