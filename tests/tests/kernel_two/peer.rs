@@ -86,9 +86,14 @@ impl Host {
 
     /// The same with other flags.
     pub(crate) fn serve_with(&self, store: &str, flags: &str) -> Result<Peer<'_>> {
+        self.serve_closed(store, &format!("--allow-anonymous {flags}"))
+    }
+
+    /// The same for those that the flags let in.
+    pub(crate) fn serve_closed(&self, store: &str, flags: &str) -> Result<Peer<'_>> {
         let program = binary::path("atlas-expert-peer");
         let command = format!(
-            "exec {} --store {store} --listen 0.0.0.0:9909 --allow-anonymous --json -q {flags}",
+            "exec {} --store {store} --listen 0.0.0.0:9909 --json -q {flags}",
             program.display()
         );
         let pid = self.agent.spawn(PEER, &command)?;
