@@ -56,6 +56,9 @@ pub struct Capabilities {
     /// Paths that work side by side within the rail (TCP streams, reader threads): the window is
     /// per lane.
     pub lanes: u32,
+    /// How many READs what is left to be posted is cut into at least, down to a chunk each, so that every
+    /// lane carries a part of a small request. 1 where that is not worth it.
+    pub pieces: u32,
     /// No progress for this long with READs posted means that the rail is stalled.
     pub stall: Duration,
     /// Preference, 0 first: a rail takes READs only while none of a lower rank works with the same

@@ -180,6 +180,7 @@ impl Engine {
             }
             let wanted = (record.content, record.key, record.refused_by);
             let len = self.share(now, rail, wanted, class, len)?;
+            let len = self.for_every_lane(rail, class, len);
             if len > room {
                 return None;
             }
@@ -239,6 +240,17 @@ impl Engine {
                 None
             }
         }
+    }
+
+    /// How much of a READ of `len` bytes to post at once, so that what is left is enough for each of
+    /// the rail's lanes.
+    fn for_every_lane(&self, rail: usize, class: Class, len: u64) -> u64 {
+        let capabilities = &self.rails[rail].capabilities;
+        if capabilities.whole_records || capabilities.pieces <= 1 {
+            return len;
+        }
+        let each = self.waiting_bytes(class) / u64::from(capabilities.pieces);
+        len.min(each.next_multiple_of(CHUNK_BYTES).max(CHUNK_BYTES))
     }
 
     /// Whole READs: all of it or nothing. The error is when the rail would have been done.

@@ -2,6 +2,7 @@
 
 mod classes;
 mod labels;
+mod lanes;
 mod parts;
 mod walk;
 
@@ -99,6 +100,7 @@ fn caps() -> Capabilities {
         read_max_bytes: 1 << 24,
         whole_records: false,
         lanes: 1,
+        pieces: 1,
         stall: Duration::from_millis(200),
         rank: 0,
     }

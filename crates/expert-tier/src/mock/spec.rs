@@ -55,6 +55,7 @@ impl MockSpec {
                 read_max_bytes: 1 << 30,
                 whole_records: false,
                 lanes: 1,
+                pieces: 1,
                 stall: Duration::from_millis(200),
                 rank: 0,
             },

@@ -17,6 +17,7 @@ fn disk_capabilities(lanes: u32, rank: u8) -> Capabilities {
         read_max_bytes: 16 << 20,
         whole_records: false,
         lanes,
+        pieces: 1,
         // A disk that does not answer cannot be reset by us: only the request's deadline acts.
         stall: Duration::from_secs(3600),
         rank,

@@ -197,7 +197,7 @@ fn draw_engine(rng: &mut SplitMix) -> EngineConfig {
 }
 
 fn draw_rail(rng: &mut SplitMix) -> MockSpec {
-    MockSpec {
+    let mut spec = MockSpec {
         bytes_per_s: rng.magnitude(2_000_000, 12_000_000_000),
         latency: rng.duration(2, 20_000),
         jitter: rng.duration(1, 2_000),
@@ -213,8 +213,14 @@ fn draw_rail(rng: &mut SplitMix) -> MockSpec {
             read_max_bytes: *rng.pick(&[256 << 10, 1 << 20, 1 << 30]),
             whole_records: rng.percent(10),
             lanes: rng.between(1, 2) as u32,
+            pieces: 1,
             stall: Duration::from_millis(200),
             rank: u8::from(rng.percent(15)),
         },
+    };
+    // As verbs rails have it.
+    if spec.capabilities.lanes > 1 {
+        spec.capabilities.pieces = 2 * spec.capabilities.lanes;
     }
+    spec
 }

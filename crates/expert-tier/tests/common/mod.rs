@@ -152,6 +152,7 @@ impl Hand {
             read_max_bytes: 1 << 30,
             whole_records: false,
             lanes: 1,
+            pieces: 1,
             stall: Duration::from_secs(1),
             rank: 0,
         };

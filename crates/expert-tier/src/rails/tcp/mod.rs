@@ -190,6 +190,7 @@ impl Rail for TcpRail {
             read_max_bytes: u64::from(limits::READ_MAX_BYTES),
             whole_records: self.config.v1,
             lanes: self.config.streams,
+            pieces: 1,
             stall: self.config.stall,
             rank: self.config.rank,
         }

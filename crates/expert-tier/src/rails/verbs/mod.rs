@@ -7,6 +7,9 @@
 //! control thread ── TCP ── peer: handshake, where layers lie, notices, hang-up
 //! ```
 //!
+//! Soft-RoCE may carry a READ out in the system call that posts it (Linux 6.1 does), and lanes would
+//! take turns: where that is seen, the driver hands READs to the lanes' threads, which post them.
+//!
 //! An [`Attempt`](attempt::Attempt) is one life of the rail: a control connection, the queue pairs
 //! that live as long as it does, and their threads. When any part of it fails all queue pairs go to
 //! the error state, every READ is given back, and the next attempt starts from nothing: the GID is
@@ -117,14 +120,17 @@ impl Rail for VerbsRail {
         let requests = self.config.local().queue_options(&self.config.options);
         let requests = u64::from(requests.work_requests_max / 2).max(1);
         let most = requests.saturating_mul(self.config.options.request_bytes);
+        // v1 has one queue pair per rail.
+        let lanes = match self.config.v1 {
+            Some(_) => 1,
+            None => self.config.options.qps_per_rail,
+        };
         Capabilities {
             read_max_bytes: most.min(u64::from(limits::READ_MAX_BYTES)),
             whole_records: self.config.v1.is_some(),
-            // v1 has one queue pair per rail.
-            lanes: match self.config.v1 {
-                Some(_) => 1,
-                None => self.config.options.qps_per_rail,
-            },
+            lanes,
+            // Two for each: one is compared while the next one arrives.
+            pieces: 2 * lanes,
             stall: self.config.options.stall,
             rank: 0,
         }
