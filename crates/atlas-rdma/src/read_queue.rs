@@ -15,7 +15,7 @@ use crate::read_options::{PostRefused, ReadQueueOptions, Refusal, check_options}
 use crate::wait::readable;
 use expert_arena::LandingRange;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -48,6 +48,8 @@ pub struct ReadQueue<T> {
     state: Mutex<State<T>>,
     /// Whether the completion queue owes an event.
     armed: AtomicBool,
+    /// The table's count, for those who must not wait for a post that takes long.
+    progress_bytes: AtomicU64,
     options: ReadQueueOptions,
     local: LocalEndpoint,
     max_message_bytes: u32,
@@ -115,6 +117,7 @@ impl<T: Send> ReadQueue<T> {
                 marked: false,
             }),
             armed: AtomicBool::new(false),
+            progress_bytes: AtomicU64::new(0),
             options,
             local: LocalEndpoint {
                 qpn: qp.number(),
@@ -292,9 +295,19 @@ impl<T: Send> ReadQueue<T> {
     }
 
     /// Bytes that completions have shown to have arrived, of posts under way, too: evidence that the queue gets on.
-    /// They are counted when the queue is polled.
+    /// They are counted when the queue is polled. It waits for nobody.
     pub fn progress_bytes(&self) -> u64 {
-        self.lock().table.progress_bytes()
+        self.progress_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Takes note of what has completed, for [`progress_bytes`](Self::progress_bytes); [`poll`](Self::poll) hands it out.
+    pub fn look(&self) {
+        let mut state = self.lock();
+        let failed = self.harvest(&mut state);
+        drop(state);
+        if failed {
+            self.to_error();
+        }
     }
 
     /// Moves all posts that have ended to `sink`, in the order in which they ended. It never waits.
@@ -430,6 +443,8 @@ impl<T> ReadQueue<T> {
                 break;
             }
         }
+        let progress_bytes = state.table.progress_bytes();
+        self.progress_bytes.store(progress_bytes, Ordering::Relaxed);
         let failed = state.phase != Phase::Down && state.table.root().is_some();
         if failed {
             state.phase = Phase::Down;

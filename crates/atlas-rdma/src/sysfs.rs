@@ -99,6 +99,13 @@ impl Sysfs {
         }
     }
 
+    /// Whether a device is soft-RoCE: no card, an interface of the kernel's. Its posts are system calls that do a card's
+    /// work themselves.
+    pub fn is_soft(&self, device: &str) -> bool {
+        let device_dir = self.root.join("class/infiniband").join(device);
+        is_device_name(device) && device_dir.join("parent").exists()
+    }
+
     /// The counters of a port. What it does not count is `None`.
     ///
     /// # Errors
@@ -348,6 +355,16 @@ mod tests {
             (&format!("{dir}/duplicate_request"), "0\n"),
         ]);
         assert_eq!(sysfs.counters("rxe0", 1).unwrap(), packets(851, 850));
+    }
+
+    #[test]
+    fn soft_roce_is_told_from_cards_by_its_interface() {
+        let (_root, sysfs) = tree(&[
+            ("class/infiniband/rxe0/parent", "eth0\n"),
+            ("class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n"),
+        ]);
+        assert!(sysfs.is_soft("rxe0"));
+        assert!(!sysfs.is_soft("mlx5_0") && !sysfs.is_soft("../rxe0") && !sysfs.is_soft("x"));
     }
 
     #[test]

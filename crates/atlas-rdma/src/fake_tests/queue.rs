@@ -84,6 +84,20 @@ fn a_full_queue_gives_token_and_range_back() {
 }
 
 #[test]
+fn a_look_counts_what_has_come_and_leaves_it_to_poll() {
+    let fake = Fake::new();
+    let arena = arena(1, SLOT_BYTES);
+    let queue = queue(&fake, &arena);
+    post(&queue, 1, range(&arena, SLOT_BYTES), 1).unwrap();
+    fake.complete(1, IBV_WC_SUCCESS);
+    assert_eq!(queue.progress_bytes(), 0, "nobody looked");
+    queue.look();
+    assert_eq!(queue.progress_bytes(), SLOT_BYTES as u64);
+    assert_eq!(poll(&queue).len(), 1);
+    assert_eq!(queue.progress_bytes(), SLOT_BYTES as u64);
+}
+
+#[test]
 fn a_post_that_the_device_takes_nothing_of_is_given_back_and_the_queue_goes_on() {
     let fake = Fake::new();
     let arena = arena(1, SLOT_BYTES);

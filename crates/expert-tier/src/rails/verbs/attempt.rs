@@ -7,33 +7,34 @@
 //! ```
 //!
 //! A READ is in one of three places: parked (until it is known where its layer lies), in the
-//! backlog (until the driver's next poll), or posted on a lane. [`Attempt::fail`] empties the first
-//! two at once; lanes give theirs back as the flush comes in.
+//! backlog (until the driver's next poll), or with a lane: posted, or in its inbox.
+//! [`Attempt::fail`] empties the first two at once; lanes give theirs back as the flush comes in.
 //!
-//! Files: `attend` is the control thread, `lane` a queue pair and its thread, `shared` what outlives
-//! an attempt.
+//! Files: `attend` is the control thread, `lane` a queue pair and its thread, `post` how a READ gets
+//! on it, `shared` what outlives an attempt.
 
 mod attend;
 mod lane;
+mod post;
 mod shared;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use atlas_rdma::{LocalPart, ReadDone, ReadQueue, Refusal, RemoteKey, RemoteRead};
+use atlas_rdma::ReadQueue;
 use expert_store::Layer;
 use expert_wire::message::ChecksumReport;
 
 use super::VerbsConfig;
-use super::plan::{Limits, Plan, Unplannable};
 use super::session::{Memory, V1Member};
 use crate::notify::Wake;
 use crate::rail::{ContentTag, RailEvent, Read, ReadError};
 use crate::sync::lock;
-use lane::Lane;
+use lane::{Inbound, Lane};
+use post::{Posted, Scratch};
 pub(super) use shared::{RailShared, Token};
 
 /// Longest sleep of a thread that waits for events: a lost wake-up costs this much.
@@ -47,7 +48,8 @@ pub(super) struct Attempt {
     /// Set with `State::error`, for lanes that look often.
     failing: AtomicBool,
     live_threads: AtomicUsize,
-    /// Grows while READs wait for the catalogue: that is no standstill of the rail.
+    /// Grows while READs wait for the catalogue, or in a system call that posts them: that is no
+    /// standstill of the rail.
     waits: AtomicU64,
     wake: Wake,
 }
@@ -67,9 +69,7 @@ struct State {
     reports: VecDeque<ChecksumReport>,
     /// A device refused a post: the attempt fails with this as soon as the lock is free.
     broken: Option<String>,
-    plan: Plan,
-    requests: Vec<RemoteRead>,
-    parts: Vec<LocalPart>,
+    scratch: Scratch,
 }
 
 enum LayerSlot {
@@ -200,141 +200,26 @@ impl Attempt {
             .iter()
             .min_by_key(|l| l.outstanding_bytes.load(Ordering::Relaxed))
             .expect("a session has at least one queue pair");
-        let limits = lane.with_queue(|queue| {
-            let options = queue.options();
-            // A v1 record of any size must fit half the queue.
-            let fits = bytes.div_ceil(u64::from(options.work_requests_max / 2).max(1));
-            Limits {
-                request_max_bytes: self
-                    .config
-                    .options
-                    .request_bytes
-                    .max(fits)
-                    .min(u64::from(queue.max_message_bytes())),
-                parts_max: options.sge_max as usize,
-            }
-        });
-        let Some(limits) = limits else {
-            return Err(Box::new(read));
-        };
-        let peer = match self.plan(state, opened, &read, layer, limits) {
-            Ok(peer) => peer,
-            Err(error) => {
-                self.rail.complete(read, Err(error));
-                return Ok(());
-            }
-        };
-        if state.plan.requests.is_empty() {
-            // Padding and small leaves alone: nothing to wait for.
-            let (token, range) = Token::split(read, peer);
-            self.conclude(
-                opened,
-                ReadDone {
-                    token,
-                    range,
-                    result: Ok(()),
-                },
-            );
-            return Ok(());
-        }
-        state.requests.clear();
-        state
-            .requests
-            .extend(state.plan.requests.iter().map(|r| RemoteRead {
-                remote_addr: r.remote_addr,
-                rkey: RemoteKey(r.rkey),
-                part_count: r.parts,
-            }));
-        state.parts.clear();
-        state.parts.extend(
-            state
-                .plan
-                .parts
-                .iter()
-                .map(|&(at, bytes)| LocalPart { at, bytes }),
-        );
-        let (token, range) = Token::split(read, peer);
         // Counted before: the lane's thread may see the end before this thread goes on.
         let before = lane.outstanding_bytes.fetch_add(bytes, Ordering::Relaxed);
         if before == 0 {
             lane.moved_at_ms
                 .store(self.rail.now_ms(), Ordering::Relaxed);
         }
-        let queue = lane.queue.read().unwrap_or_else(PoisonError::into_inner);
-        let Some(queue) = queue.as_ref() else {
-            lane.outstanding_bytes.fetch_sub(bytes, Ordering::Relaxed);
-            return Err(Box::new(token.join(range)));
+        let posted = match self.rail.is_eager() {
+            true => lane.hand_over(Inbound { read, layer }),
+            false => self.post_on(&mut state.scratch, opened, lane, read, layer),
         };
-        match queue.post(token, range, &state.requests, &state.parts) {
-            Ok(()) => Ok(()),
-            Err(refused) => {
-                lane.outstanding_bytes.fetch_sub(bytes, Ordering::Relaxed);
-                let read = refused.token.join(refused.range);
-                match refused.why {
-                    // It comes again: there will be room, or the rail goes down.
-                    Refusal::Full | Refusal::Down => Err(Box::new(read)),
-                    // A device that takes nothing would be asked for ever.
-                    why @ Refusal::Failed(_) => {
-                        state.broken = Some(why.to_string());
-                        Err(Box::new(read))
-                    }
-                    why => {
-                        self.rail
-                            .complete(read, Err(ReadError::Refused(why.to_string())));
-                        Ok(())
-                    }
-                }
-            }
+        if !matches!(posted, Posted::Posted) {
+            lane.outstanding_bytes.fetch_sub(bytes, Ordering::Relaxed);
         }
-    }
-
-    /// Fills the plan; says where the record is in the peer's catalogue.
-    #[allow(clippy::type_complexity)] // a layer and a position in it
-    fn plan(
-        &self,
-        state: &mut State,
-        opened: &Opened,
-        read: &Read,
-        layer: Option<Arc<Layer>>,
-        limits: Limits,
-    ) -> Result<Option<(Arc<Layer>, usize)>, ReadError> {
-        let offset = read.range.offset() as u64;
-        match (&opened.memory, layer) {
-            (Memory::Regions(table), Some(layer)) => {
-                let position = layer.position(read.key.expert).ok_or_else(|| {
-                    ReadError::Refused(format!("the peer does not hold {}", read.key))
-                })?;
-                let ours = read.layer.class(read.position).image_bytes;
-                if layer.class(position).image_bytes != ours {
-                    return Err(ReadError::Refused(format!(
-                        "the peer's record has {} bytes, the catalogue says {ours}",
-                        layer.class(position).image_bytes
-                    )));
-                }
-                state
-                    .plan
-                    .of_image(&layer, position, offset, read.bytes(), table, limits)
-                    .map_err(|e| {
-                        ReadError::Unavailable(match e {
-                            Unplannable::NotRegistered => "the file below this record changed on the peer; load the store there again".into(),
-                            Unplannable::NotDescribed => "the peer does not say where its records lie".into(),
-                        })
-                    })?;
-                Ok(Some((layer, position)))
+        match posted {
+            Posted::Posted | Posted::Ended => Ok(()),
+            Posted::Refused(read) => Err(read),
+            Posted::Broken(read, why) => {
+                state.broken = Some(why);
+                Err(read)
             }
-            (Memory::Layers { regions, manifest }, _) => {
-                let region = regions
-                    .get(read.key.layer as usize)
-                    .ok_or_else(|| ReadError::Refused("the peer has no such layer".into()))?;
-                let addr = u64::from(read.key.expert)
-                    .checked_mul(manifest.record_stride)
-                    .and_then(|at| at.checked_add(offset))
-                    .and_then(|at| at.checked_add(region.base))
-                    .ok_or_else(|| ReadError::Refused("an address beyond 64 bits".into()))?;
-                state.plan.of_range(addr, region.rkey, read.bytes(), limits);
-                Ok(None)
-            }
-            (Memory::Regions(_), None) => unreachable!("v2 READs know their layer"),
         }
     }
 
@@ -346,7 +231,8 @@ impl Attempt {
         let stall_ms = u64::try_from(stall.as_millis()).unwrap_or(u64::MAX);
         for (i, lane) in opened.lanes.iter().enumerate() {
             let seen = lane.with_queue(ReadQueue::progress_bytes).unwrap_or(0);
-            if lane.seen_bytes.swap(seen, Ordering::Relaxed) != seen {
+            let is_posting = lane.is_posting.load(Ordering::Relaxed);
+            if lane.seen_bytes.swap(seen, Ordering::Relaxed) != seen || is_posting {
                 lane.moved_at_ms.store(now, Ordering::Relaxed);
             }
             let moved_at = lane.moved_at_ms.load(Ordering::Relaxed);
@@ -364,10 +250,12 @@ impl Attempt {
         let state = lock(&self.state);
         // The question has a deadline of its own.
         let asked = |slot: &LayerSlot| matches!(slot, LayerSlot::Asked(reads) if !reads.is_empty());
-        if state.layers.values().any(asked) {
+        let lanes = state.opened.iter().flat_map(|o| &o.lanes);
+        // A post that takes long is the kernel at work.
+        let posting = |lane: &Lane| lane.is_posting.load(Ordering::Relaxed);
+        if state.layers.values().any(asked) || lanes.clone().any(posting) {
             self.waits.fetch_add(1, Ordering::Relaxed);
         }
-        let lanes = state.opened.iter().flat_map(|o| &o.lanes);
         let seen: u64 = lanes
             .filter_map(|l| l.with_queue(ReadQueue::progress_bytes))
             .sum();

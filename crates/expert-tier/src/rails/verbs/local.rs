@@ -6,6 +6,7 @@ use atlas_rdma::attributes::LinkLayer;
 use atlas_rdma::choose::{
     ChooseError, PortView, RailChoice, RailSpec, Wanted, choose_rails, shares_subnet,
 };
+use atlas_rdma::sysfs::Sysfs;
 use atlas_rdma::{Context, LandingRegions, Pd, RdmaError, ReadQueueOptions};
 use expert_arena::ExpertArena;
 
@@ -18,6 +19,7 @@ pub(crate) struct OwnRail {
     context: Arc<Context>,
     port: u8,
     gid_index: Option<u32>,
+    is_soft: bool,
 }
 
 /// A port that is to become a rail.
@@ -172,7 +174,13 @@ impl OwnRail {
             context,
             port: found.port,
             gid_index: found.gid_index,
+            is_soft: Sysfs::default().is_soft(&found.device),
         })
+    }
+
+    /// Whether there is no card behind it: soft-RoCE.
+    pub(super) fn is_soft(&self) -> bool {
+        self.is_soft
     }
 
     /// Device, and port where it is not the first.

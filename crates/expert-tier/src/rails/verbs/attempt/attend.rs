@@ -3,8 +3,8 @@
 use std::convert::Infallible;
 use std::net::TcpStream;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, RwLock};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use atlas_rdma::AsyncEvent;
@@ -57,13 +57,8 @@ impl Attempt {
         let lanes = queues
             .into_iter()
             .map(|queue| {
-                Ok(Lane {
-                    queue: RwLock::new(Some(queue)),
-                    wake: Wake::new().map_err(|e| format!("no descriptor for a lane: {e}"))?,
-                    outstanding_bytes: AtomicU64::new(0),
-                    seen_bytes: AtomicU64::new(0),
-                    moved_at_ms: AtomicU64::new(now),
-                })
+                let wake = Wake::new().map_err(|e| format!("no descriptor for a lane: {e}"))?;
+                Ok(Lane::new(queue, wake, now))
             })
             .collect::<Result<Vec<_>, String>>()?;
         let opened = Arc::new(Opened {

@@ -1,7 +1,7 @@
 //! What outlives an attempt: events for the driver, and what is known of the peer's catalogue.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -14,11 +14,17 @@ use crate::notify::Notifier;
 use crate::rail::{Completion, ContentTag, Landed, RailEvent, Read, ReadError, ReadId};
 use crate::sync::lock;
 
+/// So many posts in a row that were over when the call returned are no chance: a READ that ends just then
+/// makes one of them look so.
+const EAGER_POSTS: u32 = 3;
+
 /// What threads of all attempts share with the driver.
 pub(in crate::rails::verbs) struct RailShared {
     events: Mutex<Vec<RailEvent>>,
     pub(super) notifier: Arc<Notifier>,
     pub(super) landed: AtomicU64,
+    /// Posts in a row that were carried out before the call returned.
+    eager_posts: AtomicU32,
     start: Instant,
     /// Layers of the peer's catalogue, for as long as it is the same run and epoch of the peer.
     known: Mutex<KnownLayers>,
@@ -36,6 +42,7 @@ impl RailShared {
             events: Mutex::new(Vec::new()),
             notifier,
             landed: AtomicU64::new(0),
+            eager_posts: AtomicU32::new(0),
             start: Instant::now(),
             known: Mutex::default(),
         }
@@ -47,6 +54,19 @@ impl RailShared {
 
     pub(in crate::rails::verbs) fn landed_bytes(&self) -> u64 {
         self.landed.load(Ordering::Relaxed)
+    }
+
+    /// Whether the device carries READs out in the call that posts them.
+    pub(super) fn is_eager(&self) -> bool {
+        self.eager_posts.load(Ordering::Relaxed) >= EAGER_POSTS
+    }
+
+    /// Notes whether one was.
+    pub(super) fn note_post(&self, was_eager: bool) {
+        match was_eager {
+            true => self.eager_posts.fetch_add(1, Ordering::Relaxed),
+            false => self.eager_posts.swap(0, Ordering::Relaxed),
+        };
     }
 
     pub(super) fn now_ms(&self) -> u64 {
