@@ -10,6 +10,7 @@ mod late;
 mod limits;
 mod no_rdma;
 mod order;
+mod peers;
 mod programs;
 mod rails;
 mod smoke;

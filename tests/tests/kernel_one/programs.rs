@@ -95,13 +95,19 @@ pub(crate) fn folder() -> TempDir {
 /// A command that fetches everything by one-sided READs and nothing else, with time for a machine that emulates its
 /// processor; it prints JSON.
 pub(crate) fn fetch_command(peer: &PeerProcess, flags: &[&str]) -> Command {
-    let addr = peer.addr.to_string();
+    fetch_command_from(&[peer], flags)
+}
+
+/// The same from several peers.
+pub(crate) fn fetch_command_from(peers: &[&PeerProcess], flags: &[&str]) -> Command {
+    let addrs: Vec<String> = peers.iter().map(|peer| peer.addr.to_string()).collect();
+    let addrs = addrs.join(",");
     let mut args: Vec<&dyn AsRef<OsStr>> = vec![
         &"fetch",
         &"--expert-backend",
         &"rdma-verbs",
         &"--expert-peer",
-        &addr,
+        &addrs,
         &"--deadline-ms",
         &"60000",
         &"--stall-ms",
@@ -119,7 +125,12 @@ pub(crate) fn fetch(peer: &PeerProcess, flags: &[&str]) -> Value {
 
 /// The same with variables of the environment.
 pub(crate) fn fetch_with(peer: &PeerProcess, flags: &[&str], env: &[(&str, &str)]) -> Value {
-    let mut command = fetch_command(peer, flags);
+    fetch_from(&[peer], flags, env)
+}
+
+/// The same from several peers.
+pub(crate) fn fetch_from(peers: &[&PeerProcess], flags: &[&str], env: &[(&str, &str)]) -> Value {
+    let mut command = fetch_command_from(peers, flags);
     command.arg("--require-rdma").envs(env.iter().copied());
     let report = binary::run(&mut command).json();
     for (name, want) in [("failed", 0), ("verify_failures", 0), ("takeovers", 0)] {
