@@ -2,11 +2,12 @@
 """READs by Mooncake's transfer engine between two processes of one guest, for comparison.
 
   mooncake_read.py serve ADDRESS DEVICE BYTES             prints "serving SEGMENT AT", then waits
-  mooncake_read.py read ADDRESS DEVICE SEGMENT AT BYTES READ_BYTES BATCH...
+  mooncake_read.py read ADDRESS DEVICE SEGMENT AT BYTES READ_BYTES PASSES BATCH...
                                                           prints "batch N: S s" for each BATCH: all BYTES,
-                                                          in READs of READ_BYTES, N at a time
+                                                          PASSES times, in READs of READ_BYTES, N at a time,
+                                                          into the same N places
 
-Every byte that was read is compared afterwards. The environment has MC_GID_INDEX.
+Before the time is taken everything is read once, and every byte of that compared. The environment has MC_GID_INDEX.
 """
 
 import ctypes
@@ -43,35 +44,40 @@ def serve(address, device, size):
     time.sleep(600)
 
 
-def read(address, device, segment, there, size, each, batches):
+def read(address, device, segment, there, size, each, passes, batches):
     made = engine(address, device)
-    buffer, at = memory(made, size)
+    buffer, at = memory(made, each * max(batches))
     offsets = range(0, size, each)
+    want = PATTERN * (each // len(PATTERN))
 
-    def timed(offsets, batch):
-        begin = time.monotonic()
+    def calls(batch):
+        """A call's arguments for each batch: they are not part of what is measured."""
         for first in range(0, len(offsets), batch):
-            some = offsets[first:first + batch]
-            if made.batch_transfer_sync_read(segment, [at + o for o in some], [there + o for o in some],
-                                             [each] * len(some)):
-                sys.exit("a transfer failed")
-        return time.monotonic() - begin
+            some = [there + offset for offset in offsets[first:first + batch]]
+            yield segment, [at + i * each for i in range(len(some))], some, [each] * len(some)
 
-    timed(offsets[:8], 8)  # connects
     for batch in batches:
-        buffer[:] = bytes(size)
-        seconds = timed(offsets, batch)
-        if buffer[:] != PATTERN * (size // len(PATTERN)):
-            sys.exit("wrong bytes")
-        print(f"batch {batch}: {seconds:.6f} s", flush=True)
+        planned = list(calls(batch))
+        for call in planned:  # connects, and proves
+            buffer[:] = bytes(len(buffer))
+            if made.batch_transfer_sync_read(*call):
+                sys.exit("a transfer failed")
+            if any(buffer[i * each:(i + 1) * each] != want for i in range(len(call[1]))):
+                sys.exit("wrong bytes")
+        begin = time.monotonic()
+        for call in planned * passes:
+            if made.batch_transfer_sync_read(*call):
+                sys.exit("a transfer failed")
+        print(f"batch {batch}: {time.monotonic() - begin:.6f} s", flush=True)
 
 
 def main(role, address, device, *rest):
     if role == "serve":
         serve(address, device, int(rest[0]))
     else:
-        segment, there, size, each, *batches = rest
-        read(address, device, segment, int(there), int(size), int(each), [int(b) for b in batches])
+        segment, *numbers = rest
+        there, size, each, passes, *batches = map(int, numbers)
+        read(address, device, segment, there, size, each, passes, batches)
 
 
 if __name__ == "__main__":
