@@ -44,7 +44,7 @@ impl Moments {
     }
 
     /// The next one, from the start on: up to a tenth after the end.
-    pub fn next(&mut self) -> Duration {
+    pub fn moment(&mut self) -> Duration {
         let most = self.took.as_micros() as usize * 11 / 10;
         Duration::from_micros(self.random.below(most.max(1)) as u64)
     }

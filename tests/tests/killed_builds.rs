@@ -53,7 +53,7 @@ impl Place {
         }
     }
 
-    fn args<'a>(&'a self, source: usize, replace: bool) -> Vec<&'a dyn AsRef<OsStr>> {
+    fn args(&self, source: usize, replace: bool) -> Vec<&dyn AsRef<OsStr>> {
         let checkpoint = &self.sources[source].checkpoint;
         let mut args: Vec<&dyn AsRef<OsStr>> =
             vec![&self.command, checkpoint, &"-o", &self.out, &"-q"];
@@ -84,7 +84,7 @@ impl Place {
     fn kill(&self, source: usize, replace: bool, aimed: bool, moments: &mut Moments) {
         let mut build = self.build(source, replace);
         match aimed {
-            false => run_and_kill(&mut build, moments.next()),
+            false => run_and_kill(&mut build, moments.moment()),
             true => run_and_kill_when(&mut build, || self.is_committing(), moments.below(COMMIT)),
         };
     }

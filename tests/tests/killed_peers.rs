@@ -95,7 +95,7 @@ fn killed_peer_leaves_its_port_to_the_next_one_which_serves_right_bytes() {
             .stderr(Stdio::piped())
             .spawn()
             .expect("a client");
-        std::thread::sleep(moments.next());
+        std::thread::sleep(moments.moment());
         killed += usize::from(kill(peer));
         let next = PeerProcess::start_on(&addr, &store, &[])
             .unwrap_or_else(|output| panic!("the port is not free: {output:?}"));
@@ -141,7 +141,7 @@ fn peer_killed_while_it_reloads_leaves_its_port_and_the_new_store() {
         let checkpoint = &model.checkpoint;
         expert(&[&"pack", checkpoint, &"-o", &store, &"--replace", &"-q"]).succeeded();
         peer.signal(Signal::HUP);
-        std::thread::sleep(moments.next());
+        std::thread::sleep(moments.moment());
         // Dropped is killed.
         drop(peer);
         peer = start(&addr);
@@ -171,7 +171,7 @@ fn killed_client_leaves_the_peer_as_it_was_and_the_next_one_gets_right_bytes() {
     let before = (count("fd"), count("task"));
     let mut killed = 0;
     for _ in 0..KILLS {
-        killed += usize::from(run_and_kill(&mut fetch(&addr), moments.next()));
+        killed += usize::from(run_and_kill(&mut fetch(&addr), moments.moment()));
         idle("after a kill");
         assert_eq!(fetched(&addr), want);
     }

@@ -115,7 +115,7 @@ fn sweep(path: &Path, name: &str) {
     for entry in entries.flatten() {
         let found = entry.file_name();
         let process = found.to_str().and_then(|n| n.strip_prefix(&prefix));
-        if !process.is_some_and(|p| p.parse::<u32>().is_ok()) {
+        if process.is_none_or(|p| p.parse::<u32>().is_err()) {
             continue;
         }
         let path = entry.path();
@@ -160,8 +160,9 @@ mod tests {
 
     #[test]
     fn next_process_removes_what_a_killed_one_left_and_nothing_else() {
-        let dir = tempfile::tempdir().unwrap();
-        let at = |name: &str| dir.path().join(name);
+        let dir = std::env::temp_dir().join(format!("atlas-new-file-{}", std::process::id()));
+        fs::create_dir(&dir).unwrap();
+        let at = |name: &str| dir.join(name);
         for name in [".out.tmp-1", ".out.tmp-2", ".out.tmp-mine", ".other.tmp-1"] {
             fs::write(at(name), name).unwrap();
         }
@@ -176,7 +177,7 @@ mod tests {
         })
         .unwrap();
         assert_eq!(fs::read(at("out")).unwrap(), b"new");
-        let mut names: Vec<String> = fs::read_dir(dir.path())
+        let mut names: Vec<String> = fs::read_dir(&dir)
             .unwrap()
             .map(|e| e.unwrap().file_name().into_string().unwrap())
             .collect();
@@ -191,5 +192,6 @@ mod tests {
         assert_eq!(names, left);
         let again = write(&at("out"), false, cancel, |_| Ok(()));
         assert!(again.unwrap_err().to_string().contains("exists already"));
+        fs::remove_dir_all(&dir).unwrap();
     }
 }

@@ -210,11 +210,11 @@ impl Attempt {
             true => lane.hand_over(Inbound { read, layer }),
             false => self.post_on(&mut state.scratch, opened, lane, read, layer),
         };
-        if !matches!(posted, Posted::Posted) {
+        if !matches!(posted, Posted::Taken) {
             lane.outstanding_bytes.fetch_sub(bytes, Ordering::Relaxed);
         }
         match posted {
-            Posted::Posted | Posted::Ended => Ok(()),
+            Posted::Taken | Posted::Ended => Ok(()),
             Posted::Refused(read) => Err(read),
             Posted::Broken(read, why) => {
                 state.broken = Some(why);

@@ -68,7 +68,7 @@ impl Lane {
         inbox.push_back(inbound);
         drop(inbox);
         self.wake.wake();
-        Posted::Posted
+        Posted::Taken
     }
 
     pub(super) fn with_queue<R>(&self, f: impl FnOnce(&ReadQueue<Token>) -> R) -> Option<R> {
@@ -156,7 +156,7 @@ impl Attempt {
         };
         let bytes = read.bytes();
         match self.post_on(scratch, opened, lane, read, layer.clone()) {
-            Posted::Posted => {}
+            Posted::Taken => {}
             Posted::Ended => {
                 lane.outstanding_bytes.fetch_sub(bytes, Ordering::Relaxed);
             }

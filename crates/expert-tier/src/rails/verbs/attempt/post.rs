@@ -24,7 +24,7 @@ pub(super) struct Scratch {
 /// What became of a READ.
 pub(super) enum Posted {
     /// The lane has it.
-    Posted,
+    Taken,
     /// It ended, well or not, without the network.
     Ended,
     /// It comes again: there will be room, or the rail goes down.
@@ -114,7 +114,7 @@ impl Attempt {
             self.rail.note_post(progress_bytes() - before > bytes / 2);
         }
         let Err(refused) = posted else {
-            return Posted::Posted;
+            return Posted::Taken;
         };
         let read = refused.token.join(refused.range);
         match refused.why {
