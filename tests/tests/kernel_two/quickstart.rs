@@ -27,6 +27,8 @@ impl Guests {
             client: Agent::local(folder.path())?,
             folder,
         };
+        // A test that was ended half-way may have left others.
+        guests.both(&as_the_rig_made_them())?;
         guests.both(&format!("{WITHOUT_DEVICES}{command}"))?;
         Ok(guests)
     }
@@ -57,21 +59,25 @@ impl Guests {
 
 impl Drop for Guests {
     fn drop(&mut self) {
-        let links = guest::rails();
-        let back = format!(
-            "{WITHOUT_DEVICES}
-            {AS_RIG}
-            for ((i = 0; i < {links}; i++)); do
-                ip link set eth$i mtu 9000 up
-                ip addr replace 10.77.$i.$N/24 dev eth$i
-                rdma link add rxe$i type rxe netdev eth$i
-            done
-            rm -rf /run/tmp/home.* /usr/local/bin/atlas-expert /usr/local/bin/atlas-expert-peer"
-        );
-        if let Err(e) = self.both(&back) {
+        if let Err(e) = self.both(&as_the_rig_made_them()) {
             eprintln!("the rig's devices are not back: {e:#}");
         }
     }
+}
+
+/// The devices and links of the rig, whatever is there.
+fn as_the_rig_made_them() -> String {
+    let links = guest::rails();
+    format!(
+        "{WITHOUT_DEVICES}
+        {AS_RIG}
+        for ((i = 0; i < {links}; i++)); do
+            ip link set eth$i mtu 9000 up
+            ip addr replace 10.77.$i.$N/24 dev eth$i
+            rdma link add rxe$i type rxe netdev eth$i
+        done
+        rm -rf /run/tmp/home.* /usr/local/bin/atlas-expert /usr/local/bin/atlas-expert-peer"
+    )
 }
 
 const WITHOUT_DEVICES: &str = "
