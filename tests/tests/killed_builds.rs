@@ -3,6 +3,7 @@
 
 use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -26,6 +27,16 @@ const SIZES: Sizes = Sizes {
     layers: 2,
     ..Sizes::SMALL
 };
+
+/// The moment at which a build is killed.
+#[derive(Debug, Clone, Copy)]
+enum Aim {
+    Random,
+    /// Around the one at which its store appears.
+    Commit,
+    /// When the new store is there, before the old one is removed.
+    Exchange,
+}
 
 /// A folder with nothing but what builds make, and what is built.
 struct Place {
@@ -80,12 +91,17 @@ impl Place {
             .any(|name| self.dir.path().join(name).join("manifest.json").exists())
     }
 
-    /// Kills a build, at a random moment or around the one at which its store appears.
-    fn kill(&self, source: usize, replace: bool, aimed: bool, moments: &mut Moments) {
+    /// Kills a build at a moment.
+    fn kill(&self, source: usize, replace: bool, aim: Aim, moments: &mut Moments) {
         let mut build = self.build(source, replace);
-        match aimed {
-            false => run_and_kill(&mut build, moments.moment()),
-            true => run_and_kill_when(&mut build, || self.is_committing(), moments.below(COMMIT)),
+        let inode = || fs::metadata(&self.out).map(|m| m.ino()).ok();
+        let before = inode();
+        match aim {
+            Aim::Random => run_and_kill(&mut build, moments.moment()),
+            Aim::Commit => {
+                run_and_kill_when(&mut build, || self.is_committing(), moments.below(COMMIT))
+            }
+            Aim::Exchange => run_and_kill_when(&mut build, || inode() != before, Duration::ZERO),
         };
     }
 
@@ -160,7 +176,8 @@ fn killed_builds_into_an_empty_place(name: &'static str) {
     let mut met = Met::default();
     for i in 0..KILLS + AIMED {
         let _ = fs::remove_dir_all(&place.out);
-        place.kill(0, false, i >= KILLS, &mut moments);
+        let aim = if i < KILLS { Aim::Random } else { Aim::Commit };
+        place.kill(0, false, aim, &mut moments);
         let (at_out, left) = place.look();
         if left > 0 {
             met.unfinished += 1;
@@ -208,8 +225,8 @@ fn killed_replacement_leaves_the_old_store_or_the_new_one_and_the_next_one_succe
     let (mut now, mut old, mut new, mut unfinished) = (0, 0, 0, 0);
     for i in 0..KILLS {
         let next = 1 - now;
-        // Here every other one is aimed: the exchange is a moment, and the removal of the old store a short while.
-        place.kill(next, true, i % 2 == 1, &mut moments);
+        let aim = [Aim::Random, Aim::Commit, Aim::Random, Aim::Exchange][i % 4];
+        place.kill(next, true, aim, &mut moments);
         let (at_out, left) = place.look();
         match at_out {
             Some(source) if source == now => old += 1,
