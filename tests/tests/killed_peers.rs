@@ -181,8 +181,9 @@ fn killed_client_leaves_the_peer_as_it_was_and_the_next_one_gets_right_bytes() {
         "{killed}: the moments were not those of the work"
     );
     idle("at the end");
+    // The first look may have seen the end of a connection that was counted out already.
     wait_until("nothing of them is left", || {
-        (count("fd"), count("task")) == before
+        count("fd") <= before.0 && count("task") <= before.1
     });
     let (_, page) = get(status, "/metrics");
     let refused = page

@@ -72,11 +72,22 @@ fn commands_page_is_what_the_programs_say() {
 }
 
 /// Flags of other programs that our texts name: container tools and cargo.
-const FOREIGN: [&str; 8] = [
+const FOREIGN: [&str; 19] = [
     "--device",
     "--network",
     "--ulimit",
     "--bench",
+    "--bins",
+    "--bs",
+    "--direct",
+    "--filter",
+    "--fixedbufs",
+    "--ioengine",
+    "--no-create-home",
+    "--now",
+    "--rig",
+    "--shell",
+    "--system",
     "--nocapture",
     "--release",
     "--test",
