@@ -276,12 +276,12 @@ impl Driver {
             .spawn({
                 let control = control.clone();
                 move || {
-                    let _end = End(&control);
+                    let at_end = End(&control);
                     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
                     engine.set_machine(cpus as u32, Instant::now);
                     *lock(&control.run) = Some(Box::new(Run::new(engine, rails)));
                     control.drive();
-                    drop(_end);
+                    drop(at_end);
                     drop(end);
                 }
             })?;

@@ -179,20 +179,10 @@ impl Run {
                 }
             }
         }
-        // A rail that refuses a READ is left alone for this round.
-        let mut refusals = 0;
-        while refusals <= self.rails.len() {
-            let Some((rail, read)) = self.engine.next_post(now) else {
-                break;
-            };
-            match self.rails[rail.0].post(read) {
-                Ok(()) => busy = true,
-                Err(read) => {
-                    refusals += 1;
-                    self.engine.handle_post_refused(rail, *read);
-                }
-            }
-        }
+        let rails = &mut self.rails;
+        busy |= self
+            .engine
+            .post_all(now, |rail, read| rails[rail.0].post(read));
         if self.engine.has_finished() {
             busy = true;
             // The holders may read the statistics as soon as they are woken.

@@ -14,6 +14,29 @@ use crate::config::{Class, Policy};
 use crate::rail::{ContentTag, RailId};
 
 impl Engine {
+    /// Hands READs to `post` until there is none, or as many came back as there are rails; says
+    /// whether one was taken.
+    pub fn post_all(
+        &mut self,
+        now: Instant,
+        mut post: impl FnMut(RailId, Read) -> Result<(), Box<Read>>,
+    ) -> bool {
+        let (mut taken, mut refusals) = (false, 0);
+        while refusals <= self.rails.len() {
+            let Some((rail, read)) = self.next_post(now) else {
+                break;
+            };
+            match post(rail, read) {
+                Ok(()) => taken = true,
+                Err(read) => {
+                    refusals += 1;
+                    self.handle_post_refused(rail, *read);
+                }
+            }
+        }
+        taken
+    }
+
     /// The next READ to post and its rail, `None` while every window is full or nothing waits.
     /// The engine counts it as posted; a rail that cannot take it gives it back through
     /// [`Engine::handle_post_refused`].

@@ -444,15 +444,6 @@ impl Simulated {
                 Action::Probe(rail) => rails[rail.0].begin_probe(),
             }
         }
-        let mut refusals = 0;
-        while refusals <= rails.len() {
-            let Some((rail, read)) = engine.next_post(now) else {
-                break;
-            };
-            if let Err(read) = rails[rail.0].post(read) {
-                refusals += 1;
-                engine.handle_post_refused(rail, *read);
-            }
-        }
+        engine.post_all(now, |rail, read| rails[rail.0].post(read));
     }
 }

@@ -319,29 +319,23 @@ impl World {
                 Action::Probe(rail) => self.rails[rail.0].begin_probe(),
             }
         }
-        let mut refusals = 0;
-        while refusals <= self.rails.len() {
-            let Some((rail, read)) = self.engine.next_post(self.now) else {
-                break;
-            };
-            let (key, offset, bytes) = (read.key, read.range.offset(), read.bytes());
+        let (rails, damaged, mut posted) = (&mut self.rails, &mut self.damaged, Vec::new());
+        self.engine.post_all(self.now, |rail, read| {
+            let what = (read.key, read.range.offset(), read.bytes());
             let slot = read.range.slot();
-            let fault = self.rails[rail.0].next_fault();
-            match self.rails[rail.0].post(read) {
-                Ok(()) => {
-                    if fault.is_some_and(ReadFault::is_damage) {
-                        self.damaged.insert(slot);
-                    }
-                    note(
-                        self,
-                        format_args!("post {key} at {offset}+{bytes} on rail{}", rail.0),
-                    );
-                }
-                Err(read) => {
-                    refusals += 1;
-                    self.engine.handle_post_refused(rail, *read);
-                }
+            let fault = rails[rail.0].next_fault();
+            rails[rail.0].post(read)?;
+            if fault.is_some_and(ReadFault::is_damage) {
+                damaged.insert(slot);
             }
+            posted.push((rail, what));
+            Ok(())
+        });
+        for (rail, (key, offset, bytes)) in posted {
+            note(
+                self,
+                format_args!("post {key} at {offset}+{bytes} on rail{}", rail.0),
+            );
         }
         while let Some(finished) = self.engine.poll_finished() {
             self.check_finished(finished)?;

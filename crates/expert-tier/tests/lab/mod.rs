@@ -241,20 +241,13 @@ impl Lab {
                 Action::Probe(rail) => rails[rail.0].begin_probe(),
             }
         }
-        let mut refusals = 0;
-        while refusals <= rails.len() {
-            let Some((rail, read)) = engine.next_post(now) else {
-                break;
-            };
+        let posted = &mut self.posted;
+        engine.post_all(now, |rail, read| {
             let (expert, offset) = (read.key.expert, read.range.offset() as u64);
-            match rails[rail.0].post(read) {
-                Ok(()) => self.posted.push(Posted { expert, offset }),
-                Err(read) => {
-                    refusals += 1;
-                    engine.handle_post_refused(rail, *read);
-                }
-            }
-        }
+            rails[rail.0].post(read)?;
+            posted.push(Posted { expert, offset });
+            Ok(())
+        });
         self.finished
             .extend(std::iter::from_fn(|| engine.poll_finished()));
     }
