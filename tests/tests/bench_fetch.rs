@@ -188,3 +188,41 @@ fn bare_pair_brings_the_files_bytes_either_way() {
     let output = bare(&["copy", text(&file), "--batch", "0"]);
     assert_eq!(output.code, Some(2), "{output:?}");
 }
+
+#[test]
+fn time_to_look_before_sleeping_is_taken_from_the_environment_and_has_a_limit() {
+    let model = Model::bf16(Sizes::SMALL);
+    let peer = PeerProcess::start(&model.pack(), &["--spin-us", "1000"]);
+    let addr = peer.addr.to_string();
+    let with = |us: &str| {
+        let args: [&dyn AsRef<std::ffi::OsStr>; 8] = [
+            &"bench",
+            &"fetch",
+            &"--expert-peer",
+            &addr,
+            &"--batch",
+            &"1",
+            &"--depth",
+            &"1",
+        ];
+        let mut command = binary::command("atlas-expert", &args);
+        binary::run(
+            command
+                .args(["--records", "50", "--json"])
+                .env("ATLAS_EXPERT_SPIN_US", us),
+        )
+    };
+    for us in ["0", "50", "1000"] {
+        let report = with(us).json();
+        assert_eq!(report["records"], 50, "{us}");
+        assert_eq!(report["unverified"], 0, "{us}");
+    }
+    for us in ["1001", "-1", "soon"] {
+        let output = with(us);
+        let error = output.error(2);
+        assert!(
+            error.contains("ATLAS_EXPERT_SPIN_US") && error.contains(us),
+            "{error}"
+        );
+    }
+}
